@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators of static-graph language models: schema, PyTorch reference and CPU kernel of each."""
+
+from neuron_core.ops import library, reference
+from neuron_core.ops.functional import (
+    embedding,
+    greedy,
+    kv_write_,
+    linear,
+    paged_attention,
+    sample,
+)
+from neuron_core.ops.kernels import load_kernels, pin_threads, source_digest
+from neuron_core.ops.packing import can_pack, pack_linear, pack_module
+from neuron_core.ops.reference import add_rms_norm, rms_norm, rotary, silu_mul
+
+__all__ = [
+    "add_rms_norm",
+    "can_pack",
+    "embedding",
+    "greedy",
+    "kv_write_",
+    "library",
+    "linear",
+    "load_kernels",
+    "pack_linear",
+    "pack_module",
+    "paged_attention",
+    "pin_threads",
+    "reference",
+    "rms_norm",
+    "rotary",
+    "sample",
+    "silu_mul",
+    "source_digest",
+]

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels as CPU implementations of the `neuron` ops, whose schemas and checks are in Python.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "kernels.h"
+
+namespace {
+
+using at::Tensor;
+using neuron::bf16;
+
+const bf16* halves(const Tensor& t) { return static_cast<const bf16*>(t.const_data_ptr()); }
+const float* floats(const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); }
+const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.const_data_ptr()); }
+
+void require(bool holds, const char* what) { TORCH_CHECK(holds, "neuron op: ", what); }
+
+Tensor packed_linear(const Tensor& x, const Tensor& weight, int64_t columns, bool wide) {
+  require(x.dim() == 2 && x.is_contiguous() && x.scalar_type() == at::kBFloat16, "x must be contiguous bfloat16 [T, K]");
+  require(weight.is_contiguous() && weight.size(1) * 2 == x.size(1) && weight.size(0) * 32 == columns,
+          "the packed weight does not fit x and the columns");
+  Tensor out = at::empty({x.size(0), columns}, x.options().dtype(wide ? at::kFloat : at::kBFloat16));
+  if (wide)
+    neuron::packed_linear_f32(halves(x), halves(weight), static_cast<float*>(out.mutable_data_ptr()), x.size(0), x.size(1), columns);
+  else
+    neuron::packed_linear(halves(x), halves(weight), static_cast<bf16*>(out.mutable_data_ptr()), x.size(0), x.size(1), columns);
+  return out;
+}
+
+neuron::CacheShape cache_shape(const Tensor& kv) { return {kv.size(1), kv.size(2), kv.size(3) / 2}; }
+
+void require_rows(const Tensor& t, const Tensor& kv) {
+  require(t.dim() == 3 && t.stride(2) == 1 && t.stride(1) == t.size(2), "heads of a token must be adjacent");
+  require(kv.is_contiguous() && kv.scalar_type() == t.scalar_type() && kv.size(3) == 2 * t.size(2) && kv.size(2) % 16 == 0,
+          "the cache must be contiguous [blocks, kv heads, multiple of 16, 2 * head_dim] of the same dtype");
+  require(t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kFloat, "bfloat16 or float32 only");
+}
+
+void kv_write_(Tensor kv, const Tensor& key, const Tensor& value, const Tensor& slots) {
+  require_rows(key, kv);
+  require_rows(value, kv);
+  const auto shape = cache_shape(kv);
+  void* pool = kv.mutable_data_ptr();
+  if (kv.scalar_type() == at::kFloat)
+    neuron::kv_write(static_cast<float*>(pool), floats(key), floats(value), ints(slots), key.size(0), key.stride(0), value.stride(0), shape);
+  else
+    neuron::kv_write(static_cast<bf16*>(pool), halves(key), halves(value), ints(slots), key.size(0), key.stride(0), value.stride(0), shape);
+}
+
+Tensor paged_attention(const Tensor& query, const Tensor& kv, const Tensor& block_tables, const Tensor& request_rows,
+                       const Tensor& positions, double scale, int64_t window) {
+  require_rows(query, kv);
+  require(block_tables.is_contiguous() && request_rows.is_contiguous() && positions.is_contiguous(), "indices must be contiguous");
+  Tensor out = at::empty(query.sizes(), query.options());
+  const neuron::AttentionShape shape{query.size(0), query.size(1), block_tables.size(1), query.stride(0), cache_shape(kv),
+                                     static_cast<float>(scale), window};
+  if (kv.scalar_type() == at::kFloat)
+    neuron::paged_attention(floats(query), floats(kv), ints(block_tables), ints(request_rows), ints(positions),
+                            static_cast<float*>(out.mutable_data_ptr()), shape);
+  else
+    neuron::paged_attention(halves(query), halves(kv), ints(block_tables), ints(request_rows), ints(positions),
+                            static_cast<bf16*>(out.mutable_data_ptr()), shape);
+  return out;
+}
+
+Tensor greedy(const Tensor& logits) {
+  require(logits.dim() == 2 && logits.is_contiguous() && logits.scalar_type() == at::kFloat, "logits must be contiguous float32 [R, V]");
+  Tensor out = at::empty({logits.size(0)}, logits.options().dtype(at::kInt));
+  neuron::greedy(floats(logits), static_cast<int32_t*>(out.mutable_data_ptr()), logits.size(0), logits.size(1));
+  return out;
+}
+
+Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+              const Tensor& min_p, const Tensor& uniform) {
+  require(logits.dim() == 2 && logits.is_contiguous() && logits.scalar_type() == at::kFloat, "logits must be contiguous float32 [R, V]");
+  Tensor out = at::empty({logits.size(0)}, logits.options().dtype(at::kInt));
+  neuron::sample(floats(logits), floats(temperature), ints(top_k), floats(top_p), floats(min_p), floats(uniform),
+                 static_cast<int32_t*>(out.mutable_data_ptr()), logits.size(0), logits.size(1));
+  return out;
+}
+
+bool has_packed_linear() { return neuron::has_packed_linear(); }
+void pin_threads(const Tensor& cpus) { neuron::pin_threads(ints(cpus), cpus.size(0)); }
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(neuron, m) {
+  m.def("has_packed_linear() -> bool", has_packed_linear);
+  m.def("pin_threads(Tensor cpus) -> ()", pin_threads);
+}
+
+TORCH_LIBRARY_IMPL(neuron, CPU, m) {
+  m.impl("packed_linear", packed_linear);
+  m.impl("kv_write_", kv_write_);
+  m.impl("paged_attention", paged_attention);
+  m.impl("greedy", greedy);
+  m.impl("sample", sample);
+}

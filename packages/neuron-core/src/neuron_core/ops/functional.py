@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops as models call them. Shapes are static; each traces to a few graph nodes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neuron_core.ops.library import PANEL
+
+
+def linear(x: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
+    """``x [T, K]`` times ``weight`` -> ``[T, N]``, float32 if ``wide`` and otherwise in ``x``'s dtype.
+
+    ``weight`` is ``[N, K]``, or the packed ``[N/32, K/2, 32, 2]`` that :func:`pack_linear` makes.
+    """
+    if weight.dim() == 4:
+        result: Tensor = torch.ops.neuron.packed_linear(x.contiguous(), weight, weight.shape[0] * PANEL, wide)
+        return result
+    product = F.linear(x, weight)
+    return product.float() if wide else product
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows ``token_ids [T]`` of ``weight`` ``[N, K]`` (or packed, see :func:`linear`) -> ``[T, K]``."""
+    if weight.dim() == 4:
+        panels, columns = token_ids.long() // PANEL, token_ids.long() % PANEL
+        return weight[panels, :, columns, :].flatten(1)
+    return F.embedding(token_ids, weight)
+
+
+def kv_write_(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Write ``key`` and ``value`` ``[T, KH, D]`` to ``slots [T]`` of ``kv [blocks, KH, block_size, 2D]``, in place.
+
+    Slot -1 writes nothing.
+    """
+    torch.ops.neuron.kv_write_(kv, key, value, slots)
+
+
+def paged_attention(
+    query: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    request_rows: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """See :func:`neuron_core.ops.reference.paged_attention`; tokens of this step must be in the cache already."""
+    result: Tensor = torch.ops.neuron.paged_attention(
+        query, kv, block_tables, request_rows, positions, scale, window
+    )
+    return result
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Likeliest token of each row of ``logits [R, V]`` float32 -> int32 ``[R]``."""
+    tokens: Tensor = torch.ops.neuron.greedy(logits)
+    return tokens
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """One token per row of ``logits [R, V]`` float32 -> int32 ``[R]``; see :func:`neuron_core.ops.reference.sample`."""
+    tokens: Tensor = torch.ops.neuron.sample(logits, temperature, top_k, top_p, min_p, uniform)
+    return tokens

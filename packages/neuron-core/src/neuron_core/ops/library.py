@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemas of the `neuron` ops, their shapes for tracing, and their PyTorch fallbacks.
+
+An op whose name ends in ``_`` changes its first argument; the same name without it is its functional twin. The CPU
+device's kernels take precedence over the fallbacks once :func:`neuron_core.ops.load_kernels` has loaded them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_core.ops import reference
+
+PANEL = 32
+"""Columns of one panel of a packed weight."""
+
+_registry: Any = torch.library  # not annotated
+_library = _registry.Library("neuron", "FRAGMENT")
+
+
+def _define(schema: str, fallback: Callable[..., object], shape: Callable[..., object]) -> None:
+    name = schema.split("(", 1)[0]
+    _library.define(schema)
+    _library.impl(name, fallback, "CompositeExplicitAutograd")
+    _registry.register_fake(f"neuron::{name}", shape, lib=_library)
+
+
+def unpack(weight: Tensor) -> Tensor:
+    """The plain ``[N, K]`` form of a packed ``[N/32, K/2, 32, 2]`` weight."""
+    panels, pairs, columns, _ = weight.shape
+    return weight.permute(0, 2, 1, 3).reshape(panels * columns, 2 * pairs)
+
+
+def _packed_linear(x: Tensor, weight: Tensor, columns: int, wide: bool) -> Tensor:
+    if wide:
+        return reference.linear(x.float(), unpack(weight)[:columns].float())
+    return reference.linear(x, unpack(weight)[:columns])
+
+
+def _packed_linear_shape(x: Tensor, weight: Tensor, columns: int, wide: bool) -> Tensor:
+    return x.new_empty((x.shape[0], columns), dtype=torch.float32 if wide else x.dtype)
+
+
+def _kv_write_(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    kv.copy_(reference.kv_write(kv, key, value, slots))
+
+
+def _no_shape(*_: object) -> None:
+    return None
+
+
+def _like_first(first: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
+def _one_per_row(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty((logits.shape[0],), dtype=torch.int32)
+
+
+_define(
+    "packed_linear(Tensor x, Tensor weight, int columns, bool wide) -> Tensor",
+    _packed_linear,
+    _packed_linear_shape,
+)
+_define("kv_write_(Tensor(a!) kv, Tensor key, Tensor value, Tensor slots) -> ()", _kv_write_, _no_shape)
+_define(
+    "kv_write(Tensor kv, Tensor key, Tensor value, Tensor slots) -> Tensor", reference.kv_write, _like_first
+)
+_define(
+    "paged_attention(Tensor query, Tensor kv, Tensor block_tables, Tensor request_rows, Tensor positions,"
+    " float scale, int window) -> Tensor",
+    reference.paged_attention,
+    _like_first,
+)
+_define("greedy(Tensor logits) -> Tensor", reference.greedy, _one_per_row)
+_define(
+    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
+    reference.sample,
+    _one_per_row,
+)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every op in plain PyTorch: the oracle of the kernels, and what a device without a kernel lowers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x [T, K] @ weight[N, K].T -> [T, N]`` in the dtype of ``x``."""
+    return F.linear(x, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dim (Zhang & Sennrich 2019); statistics in float32."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``residual + x`` and its :func:`rms_norm`; returns ``(normed, summed)``, both ``[T, H]``."""
+    summed = x + residual
+    return rms_norm(summed, weight, eps), summed
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding (Su et al. 2021), rotate-half form.
+
+    ``query [T, H, D]`` and ``key [T, KH, D]`` with ``cos``, ``sin`` ``[T, D/2]`` float32; results in the input dtype.
+    """
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` (SwiGLU, Shazeer 2020) of ``gate_up [T, 2I]`` laid out ``[gate | up]`` -> ``[T, I]``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def kv_write(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
+    """A copy of ``kv [blocks, KH, block_size, 2D]`` with ``key``, ``value`` ``[T, KH, D]`` at ``slots [T]``.
+
+    Slot -1 writes nothing.
+    """
+    blocks, heads, block_size, _ = kv.shape
+    rows = kv.transpose(1, 2).reshape(blocks * block_size, heads, -1).clone()
+    kept = slots >= 0
+    rows[slots[kept].long()] = torch.cat((key, value), dim=-1)[kept].to(kv.dtype)
+    return rows.view(blocks, block_size, heads, -1).transpose(1, 2).contiguous()
+
+
+def paged_attention(
+    query: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    request_rows: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """Causal attention of each token over its request's paged cache, the token itself included.
+
+    ``query [T, H, D]``, ``kv [blocks, KH, block_size, 2D]`` (keys first), ``block_tables [R, W]`` (-1 = no block),
+    ``request_rows [T]`` (-1 = padding: the result is zero), ``positions [T]``. ``window`` > 0 limits a token to the
+    last ``window`` positions. Softmax in float32; the result has the shape and dtype of ``query``.
+    """
+    tokens, heads, head_dim = query.shape
+    block_size, kv_heads = kv.shape[2], kv.shape[1]
+    tables = block_tables.long().clamp(min=0)
+    paged = kv[tables].permute(0, 2, 1, 3, 4).reshape(tables.shape[0], kv_heads, -1, 2 * head_dim).float()
+    rows = request_rows.long()
+    context = paged[rows.clamp(min=0)]
+    keys, values = context[..., :head_dim], context[..., head_dim:]
+    grouped = query.float().view(tokens, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("tkgd,tksd->tkgs", grouped, keys) * scale
+    place = torch.arange(tables.shape[1] * block_size, device=query.device)
+    seen = place <= positions.long().unsqueeze(1)
+    if window > 0:
+        seen &= place > positions.long().unsqueeze(1) - window
+    weights = scores.masked_fill(~seen[:, None, None, :], float("-inf")).softmax(-1)
+    mixed = torch.einsum("tkgs,tksd->tkgd", weights, values).reshape(tokens, heads, head_dim)
+    return torch.where((rows >= 0)[:, None, None], mixed, 0.0).to(query.dtype)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Index of the largest of ``logits [R, V]`` per row, the first one of equals; int32 ``[R]``."""
+    return logits.argmax(-1).to(torch.int32)
+
+
+def kept_probabilities(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Distribution ``[R, V]`` float64 that a row is drawn from: temperature, then min-p, top-k and top-p.
+
+    Follows the order of vLLM's sampler: min-p against the tempered distribution, then the ``top_k`` largest
+    (0 = off; ties with the k-th are kept), then the smallest set of most likely tokens whose mass reaches ``top_p``
+    of what top-k left (ties with the last are kept).
+    """
+    tempered = logits.double() / temperature.double().clamp(min=1e-5).unsqueeze(1)
+    probs = tempered.softmax(-1)
+    keep = probs >= min_p.double().unsqueeze(1) * probs.amax(-1, keepdim=True)
+    probs = torch.where(keep, probs, 0.0)
+    ordered = probs.sort(-1, descending=True).values
+    limit = torch.where(top_k > 0, top_k, logits.shape[1]).clamp(max=logits.shape[1]).long()
+    probs = torch.where(probs >= ordered.gather(1, limit.unsqueeze(1) - 1), probs, 0.0)
+    ordered = probs.sort(-1, descending=True).values
+    target = top_p.double().unsqueeze(1) * ordered.sum(-1, keepdim=True)
+    reached = (ordered.cumsum(-1) < target).sum(-1, keepdim=True).clamp(max=logits.shape[1] - 1)
+    floor = torch.where(top_p.unsqueeze(1) < 1.0, ordered.gather(1, reached), 0.0)
+    probs = torch.where(probs >= floor, probs, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """Draw one token per row of ``logits [R, V]`` by inverting the distribution function at ``uniform [R]``.
+
+    The mass is that of :func:`kept_probabilities`, summed in token order; a row with ``temperature`` 0 takes
+    :func:`greedy`. Returns int32 ``[R]``.
+    """
+    mass = kept_probabilities(logits, temperature, top_k, top_p, min_p).cumsum(-1)
+    drawn = (mass <= uniform.double().unsqueeze(1) * mass[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
+    return torch.where(temperature < 1e-5, greedy(logits), drawn.to(torch.int32))

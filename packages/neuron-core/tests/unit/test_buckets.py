@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan holds every step the limits allow, in the cheapest bucket, and nothing else."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neuron_core.errors import ConfigError, UncompiledShapeError
+from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
+
+LIMITS: dict[str, Any] = {
+    "max_model_len": 1000,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 2048,
+    "block_size": 16,
+}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> BucketPlan:
+    """A plan with default or random lists for random limits."""
+    multiple = draw(st.integers(1, 4))
+    max_num_seqs = draw(st.integers(1, 40))
+    max_model_len = draw(st.integers(1, 3000))
+    batched = -(-draw(st.integers(max_num_seqs, 4000)) // multiple) * multiple
+    largest = min(batched, -(-max_model_len // multiple) * multiple)
+    steps = st.sets(st.integers(1, max(1, largest // multiple - 1)), max_size=6)
+    custom = sorted({step * multiple for step in draw(steps)} | {largest})
+    decode = sorted({n for n in draw(st.sets(st.integers(1, 40), max_size=5)) if n < max_num_seqs})
+    return BucketPlan.from_limits(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        block_size=draw(st.sampled_from([1, 16, 32])),
+        prefill_buckets=draw(st.sampled_from([None, custom])),
+        decode_buckets=draw(st.sampled_from([None, [*decode, max_num_seqs]])),
+        max_prefill_seqs=draw(st.none() | st.integers(1, max_num_seqs)),
+        token_multiple=multiple,
+    )
+
+
+@given(plan=plans(), tokens=st.integers(-1, 4100), seqs=st.integers(-1, 45))
+def test_the_cheapest_fitting_bucket_is_chosen_or_none_fits(plan: BucketPlan, tokens: int, seqs: int) -> None:
+    def cheapest(phase: Phase) -> Bucket | None:
+        fitting = [
+            bucket
+            for bucket in plan.all()
+            if bucket.phase is phase and bucket.num_tokens >= tokens and bucket.num_seqs >= seqs
+        ]
+        return min(fitting, key=lambda bucket: bucket.num_tokens * bucket.context_len, default=None)
+
+    expected = cheapest(Phase.PREFILL) if tokens >= 1 and seqs >= 1 else None
+    if expected is None:
+        with pytest.raises(UncompiledShapeError, match="prefill of"):
+            plan.prefill(tokens, seqs)
+    else:
+        assert plan.prefill(tokens, seqs) == expected
+    tokens = seqs
+    expected = cheapest(Phase.DECODE) if seqs >= 1 else None
+    if expected is None:
+        with pytest.raises(UncompiledShapeError, match=f"decode of {seqs} requests"):
+            plan.decode(seqs)
+    else:
+        assert plan.decode(seqs) == expected
+
+
+@given(plan=plans())
+def test_every_schedulable_step_has_a_bucket_and_buckets_are_unique(plan: BucketPlan) -> None:
+    for seqs in range(1, plan.max_num_seqs + 1):
+        assert plan.decode(seqs) in plan.all()
+    longest = min(plan.max_num_batched_tokens, plan.max_model_len)
+    for tokens in {1, longest, *(n for n in plan.prefill_tokens if n <= longest)}:
+        for seqs in range(1, plan.max_prefill_seqs + 1):
+            assert plan.prefill(tokens, seqs) in plan.all()
+    names = [bucket.name for bucket in plan.all()]
+    assert len(set(names)) == len(names)
+    sizes = [bucket.num_tokens for bucket in plan.all()]
+    assert sizes == sorted(sizes, reverse=True)
+    for bucket in plan.all():
+        assert bucket.context_len % plan.block_size == 0
+        assert plan.max_model_len <= bucket.context_len < plan.max_model_len + plan.block_size
+        assert bucket.phase is not Phase.DECODE or bucket.num_tokens == bucket.num_seqs
+        assert bucket.phase is not Phase.PREFILL or bucket.num_tokens % plan.token_multiple == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "prefill", "decode"),
+    [
+        ({}, (128, 256, 512, 1000), (1, 2, 4, 6)),
+        ({"max_model_len": 1024, "max_num_seqs": 8}, (128, 256, 512, 1024), (1, 2, 4, 8)),
+        ({"max_num_batched_tokens": 512}, (128, 256, 512), (1, 2, 4, 6)),
+        ({"max_model_len": 100, "max_num_seqs": 1}, (100,), (1,)),
+        ({"token_multiple": 3, "max_num_batched_tokens": 300}, (129, 258, 300), (1, 2, 4, 6)),
+        ({"token_multiple": 16}, (128, 256, 512, 1008), (1, 2, 4, 6)),
+    ],
+)
+def test_default_lists(limits: dict[str, int], prefill: tuple[int, ...], decode: tuple[int, ...]) -> None:
+    plan = BucketPlan.from_limits(**LIMITS | limits)
+    assert plan.prefill_tokens == prefill
+    assert plan.decode_seqs == decode
+    assert plan.max_prefill_seqs == min(8, plan.max_num_seqs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prefill_buckets": [256, 128, 1000]}, r"prefill_buckets=\[256, 128, 1000\]: .*ascending"),
+        ({"prefill_buckets": [128, 128, 1000]}, "strictly ascending"),
+        ({"prefill_buckets": [128, 512]}, r"end exactly at 1000.*\[128, 256, 512, 1000\] works"),
+        ({"prefill_buckets": [128, 2048]}, "end exactly at 1000"),
+        ({"prefill_buckets": []}, "must not be empty"),
+        ({"prefill_buckets": [0, 1000]}, "at least 1"),
+        ({"prefill_buckets": [12.5, 1000]}, "whole numbers"),
+        ({"prefill_buckets": [127, 1000], "token_multiple": 2}, "127 is not a multiple of 2.*128 works"),
+        ({"decode_buckets": [1, 4]}, r"end exactly at 6 \(max_num_seqs\); \[1, 2, 4, 6\] works"),
+        ({"decode_buckets": [1, 8]}, "end exactly at 6"),
+        ({"decode_buckets": [4, 1, 6]}, "decode_buckets"),
+        ({"max_num_batched_tokens": 511, "token_multiple": 2}, "max_num_batched_tokens=511.*510 works"),
+        ({"max_num_batched_tokens": 4}, "max_num_seqs=6"),
+        ({"max_prefill_seqs": 7}, "max_prefill_seqs=7.*6 or less"),
+        ({"max_prefill_seqs": 0}, "max_prefill_seqs=0"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"max_model_len": -5}, "max_model_len=-5"),
+        ({"max_num_seqs": True}, "max_num_seqs=True"),
+        ({"token_multiple": 0}, "token_multiple=0"),
+    ],
+)
+def test_impossible_plans_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BucketPlan.from_limits(**LIMITS | change)
+
+
+def test_names_are_the_labels_of_the_metrics() -> None:
+    plan = BucketPlan.from_limits(**LIMITS)
+    assert plan.prefill(300, 1).name == "prefill_s512"
+    assert plan.decode(3).name == "decode_b4"
+    assert plan.logits().name == "logits_s64"
+
+
+def test_an_uncompiled_shape_names_itself_and_the_limit() -> None:
+    plan = BucketPlan.from_limits(**LIMITS)
+    with pytest.raises(UncompiledShapeError, match=r"prefill of 1001 tokens.*1 to 1000 tokens"):
+        plan.prefill(1001, 1)
+    with pytest.raises(UncompiledShapeError, match=r"decode of 7 requests.*1 to 6 requests"):
+        plan.decode(7)
