@@ -15,8 +15,11 @@
 namespace neuron {
 namespace {
 
-constexpr int64_t kKeys = 16;    // keys of one tile
-constexpr int64_t kQueries = 16; // consecutive tokens of one request that share a tile
+constexpr int64_t kKeys = 16;     // keys of one tile
+constexpr int64_t kQueries = 16;  // consecutive tokens of one request that share a tile
+constexpr int64_t kLanes = 16;
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
+static_assert(kKeys == kLanes);
 
 struct Run {  // consecutive tokens of one request at consecutive positions
   int64_t first, count;
@@ -111,17 +114,17 @@ class Tile {  // the queries of one run for one kv head
         dim_(shape.cache.head_dim) {
     const int64_t rows = kQueries * group_;
     static thread_local std::vector<float> scratch;  // grows to the largest model of the process and stays
-    scratch.resize(2 * rows * dim_ + 2 * dim_ * kKeys + rows * kKeys + 2 * rows);
+    scratch.resize(2 * rows * dim_ + 2 * dim_ * kKeys + rows * kKeys + 3 * rows);
     float* place = scratch.data();
     for (auto [part, size] : {std::pair{&query_, rows * dim_}, {&mixed_, rows * dim_}, {&columns_, dim_ * kKeys},
-                              {&values_, dim_ * kKeys}, {&scores_, rows * kKeys}, {&peak_, rows}, {&mass_, rows}}) {
+                              {&values_, dim_ * kKeys}, {&scores_, rows * kKeys}, {&peak_, rows}, {&mass_, rows}, {&decay_, rows}}) {
       *part = place;
       place += size;
     }
   }
 
   void run(const T* query, const int32_t* positions, int64_t count, T* out) {
-    load(query, count);
+    load_queries(query, count);
     const int64_t last = positions[count - 1];
     const int64_t begin = shape_.window > 0 ? std::max<int64_t>(0, positions[0] - shape_.window + 1) : 0;
     for (int64_t place = begin / kKeys * kKeys; place <= last; place += kKeys) step(place, positions, count);
@@ -129,7 +132,7 @@ class Tile {  // the queries of one run for one kv head
   }
 
  private:
-  void load(const T* query, int64_t count) {
+  void load_queries(const T* query, int64_t count) {
     for (int64_t t = 0; t < count; ++t)
       for (int64_t g = 0; g < group_; ++g) {
         const T* from = query + t * shape_.query_stride + (kv_head_ * group_ + g) * dim_;
@@ -147,71 +150,93 @@ class Tile {  // the queries of one run for one kv head
     const int64_t stride = 2 * dim_;
     const T* keys = kv_ + ((block * cache.kv_heads + kv_head_) * cache.block_size + place % cache.block_size) * stride;
     key_columns(keys, stride, dim_, columns_);
-    for (int64_t key = 0; key < kKeys; ++key)
+    // What lies beyond the run's last token is another request's, or was: not even times zero may it be read.
+    const int64_t known = std::min<int64_t>(kKeys, positions[count - 1] - place + 1);
+    for (int64_t key = 0; key < known; ++key)
       for (int64_t d = 0; d < dim_; ++d) values_[key * dim_ + d] = to_float(keys[key * stride + dim_ + d]);
+    std::fill_n(values_ + known * dim_, (kKeys - known) * dim_, 0.0f);
     const int64_t rows = count * group_;
     int64_t row = 0;
     for (; row + 8 <= rows; row += 8) score<8>(row);
     for (; row + 3 <= rows; row += 3) score<3>(row);
     for (; row < rows; ++row) score<1>(row);
-    for (row = 0; row < rows; ++row) mix(row, positions[row / group_] - place);
+    for (row = 0; row < rows; ++row) weigh(row, positions[row / group_] - place);
+    for (row = 0; row + 4 <= rows; row += 4) blend<4>(row);
+    for (; row + 3 <= rows; row += 3) blend<3>(row);
+    for (; row < rows; ++row) blend<1>(row);
   }
 
   template <int Rows>
   void score(int64_t row) {
-    float sums[Rows][kKeys] = {};
-    const float* query = &query_[row * dim_];
-    for (int64_t d = 0; d < dim_; ++d)
-      for (int r = 0; r < Rows; ++r) {
-        const float q = query[r * dim_ + d];
-#pragma omp simd
-        for (int64_t key = 0; key < kKeys; ++key) sums[r][key] = __builtin_fmaf(q, columns_[d * kKeys + key], sums[r][key]);
-      }
-    for (int r = 0; r < Rows; ++r)
-      for (int64_t key = 0; key < kKeys; ++key) scores_[(row + r) * kKeys + key] = sums[r][key];
+    Vector sums[Rows] = {};
+    const float* query = query_ + row * dim_;
+    for (int64_t d = 0; d < dim_; ++d) {
+      const Vector column = *reinterpret_cast<const Vector*>(columns_ + d * kKeys);
+      for (int r = 0; r < Rows; ++r) sums[r] += query[r * dim_ + d] * column;
+    }
+    for (int r = 0; r < Rows; ++r) *reinterpret_cast<Vector*>(scores_ + (row + r) * kKeys) = sums[r];
   }
 
-  // `reach`: offset of the row's own position from the tile's first key.
-  void mix(int64_t row, int64_t reach) {
-    const float* scores = &scores_[row * kKeys];
+  // Scores to weights, in place, and what the row had to be scaled by. `reach`: offset of the row's own position from
+  // the tile's first key; keys beyond it, or outside the window, weigh nothing.
+  void weigh(int64_t row, int64_t reach) {
+    float* scores = scores_ + row * kKeys;
     const int64_t from = shape_.window > 0 ? reach - shape_.window + 1 : 0;
-    float seen[kKeys], weights[kKeys];
     float peak = peak_[row];
 #pragma omp simd reduction(max : peak)
     for (int64_t key = 0; key < kKeys; ++key) {
-      seen[key] = key > reach || key < from ? -__builtin_inff() : scores[key];
-      peak = seen[key] > peak ? seen[key] : peak;
+      scores[key] = key > reach || key < from ? -__builtin_inff() : scores[key];
+      peak = scores[key] > peak ? scores[key] : peak;
     }
-    if (peak == -__builtin_inff()) return;
-    const float decay = exp_nonpositive(peak_[row] - peak);
+    if (peak == -__builtin_inff()) {
+      std::fill_n(scores, kKeys, 0.0f);
+      decay_[row] = 1.0f;
+      return;
+    }
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t key = 0; key < kKeys; ++key) {
-      weights[key] = exp_nonpositive(seen[key] - peak);
-      sum += weights[key];
+      scores[key] = exp_nonpositive(scores[key] - peak);
+      sum += scores[key];
     }
-    mass_[row] = mass_[row] * decay + sum;
+    decay_[row] = exp_nonpositive(peak_[row] - peak);
+    mass_[row] = mass_[row] * decay_[row] + sum;
     peak_[row] = peak;
-    const int64_t first = std::max<int64_t>(0, from), end = std::min<int64_t>(kKeys - 1, reach) + 1;
-    int64_t d = 0;
-    for (; d + 64 <= dim_; d += 64) blend<64>(row, d, decay, weights, first, end);
-    for (; d + 16 <= dim_; d += 16) blend<16>(row, d, decay, weights, first, end);
-    for (; d < dim_; ++d) blend<1>(row, d, decay, weights, first, end);
   }
 
-  template <int Width>
-  void blend(int64_t row, int64_t d, float decay, const float* weights, int64_t first, int64_t end) {
-    float* mixed = &mixed_[row * dim_ + d];
-    float sums[Width];
-#pragma omp simd
-    for (int i = 0; i < Width; ++i) sums[i] = mixed[i] * decay;
-    for (int64_t key = first; key < end; ++key) {
-      const float* value = &values_[key * dim_ + d];
-#pragma omp simd
-      for (int i = 0; i < Width; ++i) sums[i] = __builtin_fmaf(weights[key], value[i], sums[i]);
+  template <int Rows>
+  void blend(int64_t row) {
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= dim_; d += 4 * kLanes) blend_columns<Rows, 4>(row, d);
+    for (; d + kLanes <= dim_; d += kLanes) blend_columns<Rows, 1>(row, d);
+    for (; d < dim_; ++d)
+      for (int64_t r = row; r < row + Rows; ++r) {
+        float sum = mixed_[r * dim_ + d] * decay_[r];
+        for (int64_t key = 0; key < kKeys; ++key)
+          sum = __builtin_fmaf(scores_[r * kKeys + key], values_[key * dim_ + d], sum);
+        mixed_[r * dim_ + d] = sum;
+      }
+  }
+
+  template <int Rows, int Vectors>
+  void blend_columns(int64_t row, int64_t d) {
+    Vector sums[Rows][Vectors];
+    for (int r = 0; r < Rows; ++r)
+      for (int v = 0; v < Vectors; ++v) sums[r][v] = load(mixed_ + (row + r) * dim_ + d + v * kLanes) * decay_[row + r];
+    for (int64_t key = 0; key < kKeys; ++key) {
+      Vector value[Vectors];
+      for (int v = 0; v < Vectors; ++v) value[v] = load(values_ + key * dim_ + d + v * kLanes);
+      for (int r = 0; r < Rows; ++r)
+        for (int v = 0; v < Vectors; ++v) sums[r][v] += scores_[(row + r) * kKeys + key] * value[v];
     }
-#pragma omp simd
-    for (int i = 0; i < Width; ++i) mixed[i] = sums[i];
+    for (int r = 0; r < Rows; ++r)
+      for (int v = 0; v < Vectors; ++v) __builtin_memcpy(mixed_ + (row + r) * dim_ + d + v * kLanes, &sums[r][v], sizeof(Vector));
+  }
+
+  static Vector load(const float* place) {
+    Vector value;
+    __builtin_memcpy(&value, place, sizeof value);
+    return value;
   }
 
   void finish(int64_t count, T* out) {
@@ -227,7 +252,7 @@ class Tile {  // the queries of one run for one kv head
   const T* kv_;
   const int32_t* table_;
   int64_t kv_head_, group_, dim_;
-  float *query_, *mixed_, *columns_, *values_, *scores_, *peak_, *mass_;
+  float *query_, *mixed_, *columns_, *values_, *scores_, *peak_, *mass_, *decay_;
 };
 
 }  // namespace
