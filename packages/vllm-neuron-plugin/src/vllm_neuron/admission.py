@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which request parameters this engine honours, field by field, and the refusal (HTTP 400) of the rest.
+
+Every field of vLLM's ``SamplingParams`` is in exactly one of the two tables; a test fails when vLLM adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+
+__all__ = ["HONOURED", "REFUSED", "Place", "Refused", "admission_markdown", "validate_request"]
+
+
+class Place(StrEnum):
+    """Where a parameter takes effect."""
+
+    GRAPH = "in the graph"
+    HOST = "on the host, from the graph's logits"
+    ENGINE = "in vLLM's engine or front end"
+
+
+HONOURED: dict[str, Place] = {
+    "temperature": Place.GRAPH,
+    "top_k": Place.GRAPH,
+    "top_p": Place.GRAPH,
+    "min_p": Place.GRAPH,
+    "seed": Place.GRAPH,
+    "presence_penalty": Place.HOST,
+    "frequency_penalty": Place.HOST,
+    "repetition_penalty": Place.HOST,
+    "logit_bias": Place.HOST,
+    "allowed_token_ids": Place.HOST,
+    "bad_words": Place.HOST,
+    "min_tokens": Place.HOST,
+    "logprobs": Place.HOST,
+    "prompt_logprobs": Place.HOST,
+    "n": Place.ENGINE,
+    "stop": Place.ENGINE,
+    "stop_token_ids": Place.ENGINE,
+    "ignore_eos": Place.ENGINE,
+    "max_tokens": Place.ENGINE,
+    "flat_logprobs": Place.ENGINE,
+    "detokenize": Place.ENGINE,
+    "skip_special_tokens": Place.ENGINE,
+    "spaces_between_special_tokens": Place.ENGINE,
+    "include_stop_str_in_output": Place.ENGINE,
+    "output_kind": Place.ENGINE,
+    "stream_interval": Place.ENGINE,
+    "skip_clone": Place.ENGINE,
+    "skip_reading_prefix_cache": Place.ENGINE,
+    "repetition_detection": Place.ENGINE,
+    # Derived by vLLM from the fields above.
+    "output_text_buffer_length": Place.ENGINE,
+    "_eos_token_id": Place.ENGINE,
+    "_all_stop_token_ids": Place.ENGINE,
+    "_bad_words_token_ids": Place.ENGINE,
+    "_watermarking_skipped": Place.ENGINE,
+}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A parameter that must keep its default: ``is_set`` tells whether a request asks for it."""
+
+    is_set: Callable[[Any], bool]
+    reason: str
+
+
+def _given(value: object) -> bool:
+    return value is not None
+
+
+REFUSED: dict[str, Refused] = {
+    "structured_outputs": Refused(
+        _given, "structured outputs (response_format, guided decoding) are not supported"
+    ),
+    "thinking_token_budget": Refused(_given, "a thinking budget is not supported"),
+    "watermarking": Refused(bool, "watermarking is not supported; leave it out or use false"),
+    "logprob_token_ids": Refused(
+        _given, "log-probabilities of chosen tokens are not supported; use logprobs"
+    ),
+    "prompt_logprob_token_ids": Refused(
+        _given, "prompt log-probabilities of chosen tokens are not supported"
+    ),
+    "prompt_logprob_start": Refused(_given, "only prompt_logprobs from the first prompt token are supported"),
+    "trace_decode_token_ids": Refused(_given, "forced tokens are not supported"),
+    "routed_experts_prompt_start": Refused(bool, "routed experts are not returned; leave it out or use 0"),
+}
+
+REFUSED_EXTRA_ARGS = {
+    "kv_transfer_params": "KV transfer is not supported",
+    "ec_transfer_params": "encoder-cache transfer is not supported",
+}
+"""Keys of ``extra_args`` with a meaning of their own; any other key asks for what no part here provides."""
+
+PASSIVE_EXTRA_ARGS = ("kv_cache_report_mode",)
+"""Keys of ``extra_args`` that vLLM's scheduler itself reads."""
+
+
+def validate_request(params: SamplingParams | PoolingParams) -> None:
+    """Raise ``VLLMValidationError`` naming the first parameter that cannot be honoured."""
+    if isinstance(params, PoolingParams):
+        raise VLLMValidationError(
+            "this engine generates text; pooling requests (embed, classify, score) are not supported",
+            parameter="pooling_params",
+            value=params.task,
+        )
+    for name, refused in REFUSED.items():
+        value = getattr(params, name)
+        if refused.is_set(value):
+            raise VLLMValidationError(refused.reason, parameter=name, value=value)
+    _check_extra_args(params.extra_args or {})
+
+
+def _check_extra_args(extra_args: dict[str, Any]) -> None:
+    for name, value in extra_args.items():
+        if name not in PASSIVE_EXTRA_ARGS and value is not None:
+            reason = REFUSED_EXTRA_ARGS.get(name, "no part of this engine reads it; leave it out")
+            raise VLLMValidationError(reason, parameter=f"extra_args.{name}", value=value)
+
+
+def admission_markdown() -> str:
+    """Both tables as Markdown: the source of the table in ``docs/refusals.md``."""
+    rows = ["| parameter | honoured |", "|---|---|"]
+    rows += [f"| `{name}` | {place} |" for name, place in HONOURED.items() if not name.startswith("_")]
+    rows += [f"| `{name}` | no: {refused.reason} |" for name, refused in REFUSED.items()]
+    rows += [f"| `extra_args.{name}` | no: {reason} |" for name, reason in REFUSED_EXTRA_ARGS.items()]
+    return "\n".join(rows) + "\n"

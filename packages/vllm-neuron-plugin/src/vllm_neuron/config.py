@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's settings, ``--additional-config '{"neuron_config": {…}}'``, parsed into ``NeuronConfig``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from neuron_core.errors import ConfigError, unknown_name_hint
+from neuron_core.graphs.buckets import BucketPlan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["COMPILERS", "NeuronConfig", "bucket_plan", "neuron_config", "reference_markdown"]
+
+SECTION = "neuron_config"
+COMPILERS = ("inductor", "fx")
+
+Check = Callable[[str, object], Any]
+
+
+def _whole_numbers(setting: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(_is_int(item) for item in value):
+        raise ConfigError(
+            setting, value, "must be a list of whole numbers; [128, 256, 512] works for a maximum of 512"
+        )
+    return tuple(value)
+
+
+def _positive(setting: str, value: object) -> int:
+    if not _is_int(value) or value < 1:  # type: ignore[operator]
+        raise ConfigError(setting, value, "must be a whole number of at least 1; 1 works")
+    return value  # type: ignore[return-value]
+
+
+def _flag(setting: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(setting, value, "must be true or false; true works")
+    return value
+
+
+def _compiler(setting: str, value: object) -> str:
+    if value not in COMPILERS:
+        hint = unknown_name_hint(str(value), COMPILERS)
+        raise ConfigError(setting, value, f"no such compiler; {hint}")
+    return str(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _setting(default: object, check: Check, doc: str, *, kind: str, optional: bool = False) -> Any:
+    metadata = {"check": check, "doc": doc, "kind": kind, "optional": optional}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class NeuronConfig:
+    """Everything under ``neuron_config``; each field's meaning is in its metadata and on the docs page."""
+
+    prefill_buckets: tuple[int, ...] | None = _setting(
+        None,
+        _whole_numbers,
+        "Token counts a prefill step is padded to. Strictly ascending, each a multiple of the "
+        "tensor-parallel size, ending exactly at the smaller of `max_num_batched_tokens` and "
+        "`max_model_len` (rounded up to a multiple of the tensor-parallel size). Default: powers of two from "
+        "128 up to that end.",
+        kind="list of integers",
+        optional=True,
+    )
+    decode_buckets: tuple[int, ...] | None = _setting(
+        None,
+        _whole_numbers,
+        "Request counts a decode step is padded to. Strictly ascending, ending exactly at `max_num_seqs`. "
+        "Default: powers of two from 1 up to that end.",
+        kind="list of integers",
+        optional=True,
+    )
+    max_prefill_seqs: int | None = _setting(
+        None,
+        _positive,
+        "Most requests packed into one prefill step, at most `max_num_seqs`. Default: 8, or `max_num_seqs` "
+        "if less.",
+        kind="integer",
+        optional=True,
+    )
+    max_consecutive_prefills: int = _setting(
+        8,
+        _positive,
+        "Most prefill steps in a row while requests wait to decode. A small value keeps the time between "
+        "tokens short under load, a large one the time to first token.",
+        kind="integer",
+    )
+    compiler: str = _setting(
+        "inductor",
+        _compiler,
+        "What turns a captured graph into an executable: `inductor` generates machine code, `fx` interprets "
+        "the graph node by node (slow; for finding faults).",
+        kind="one of `inductor`, `fx`",
+    )
+    on_device_sampling: bool = _setting(
+        True,
+        _flag,
+        "Sample inside the graph, so that logits stay on the device unless a request asks for something that "
+        "needs them. `false` moves every request's sampling to the host.",
+        kind="boolean",
+    )
+
+    @classmethod
+    def from_additional_config(cls, additional: object) -> NeuronConfig:
+        """Parse ``--additional-config``; raises ``ConfigError`` on an unknown key, wrong type or value."""
+        section = _section(additional)
+        known = {item.name: item for item in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in section.items():
+            setting = f"{SECTION}.{name}"
+            if name not in known:
+                raise ConfigError(setting, value, f"unknown key; {unknown_name_hint(str(name), known)}")
+            metadata = known[name].metadata
+            values[name] = (
+                None if value is None and metadata["optional"] else metadata["check"](setting, value)
+            )
+        return cls(**values)
+
+
+def _section(additional: object) -> Mapping[str, object]:
+    works = 'use {"neuron_config": {}}'
+    if not isinstance(additional, Mapping):
+        raise ConfigError("additional_config", additional, f"must be a JSON object; {works}")
+    for name, value in additional.items():
+        if name != SECTION:
+            raise ConfigError(
+                f"additional_config.{name}", value, f"unknown key; {unknown_name_hint(str(name), [SECTION])}"
+            )
+    section = additional.get(SECTION, {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"additional_config.{SECTION}", section, f"must be a JSON object; {works}")
+    return section
+
+
+def neuron_config(vllm_config: VllmConfig) -> NeuronConfig:
+    """The settings of this engine; raises ``ConfigError`` naming what cannot be used."""
+    return NeuronConfig.from_additional_config(vllm_config.additional_config)
+
+
+def bucket_plan(vllm_config: VllmConfig) -> BucketPlan:
+    """The shapes this engine compiles: a pure function of the configuration, equal in every process."""
+    settings = neuron_config(vllm_config)
+    scheduler = vllm_config.scheduler_config
+    return BucketPlan.from_limits(
+        max_model_len=vllm_config.model_config.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        block_size=vllm_config.cache_config.block_size,
+        prefill_buckets=settings.prefill_buckets,
+        decode_buckets=settings.decode_buckets,
+        max_prefill_seqs=settings.max_prefill_seqs,
+        token_multiple=vllm_config.parallel_config.tensor_parallel_size,
+    )
+
+
+def reference_markdown() -> str:
+    """The settings as a Markdown table: the source of the table in ``docs/configuration.md``."""
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for item in fields(NeuronConfig):
+        kind = item.metadata["kind"] + (" or null" if item.metadata["optional"] else "")
+        rows.append(f"| `{item.name}` | {kind} | `{json.dumps(item.default)}` | {item.metadata['doc']} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The register of everything this plugin changes in vLLM from outside: what, why, and when it can go.
+
+Each entry's ``apply`` may be called any number of times in a process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import envs
+
+from neuron_core.environ import export
+
+__all__ = ["PATCHES", "Patch", "apply_patches", "pin_model_runner", "quiet_accelerator_cache"]
+
+MODEL_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change of vLLM or of what it calls."""
+
+    what: str
+    why: str
+    remove_when: str
+    apply: Callable[[], None]
+
+
+def pin_model_runner() -> None:
+    """Set ``VLLM_USE_V2_MODEL_RUNNER=0`` unless the user has set it (1 is refused by the platform)."""
+    if envs.VLLM_USE_V2_MODEL_RUNNER is None:
+        export({MODEL_RUNNER_VARIABLE: "0"})
+
+
+def quiet_accelerator_cache() -> None:
+    """Make ``torch.accelerator``'s cache calls no-ops where torch has no accelerator."""
+    if torch.accelerator.is_available():
+        return
+    for name in ("empty_cache", "empty_host_cache"):
+        if hasattr(torch.accelerator, name):
+            setattr(torch.accelerator, name, _nothing_to_empty)
+
+
+def _nothing_to_empty() -> None:
+    return None
+
+
+def _check_architectures_first() -> None:
+    from vllm.model_executor.models.registry import _ModelRegistry
+
+    from vllm_neuron.models import check_architectures
+
+    original = _ModelRegistry.inspect_model_cls
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def inspect_model_cls(self: Any, architectures: str | list[str], model_config: Any) -> Any:
+        check_architectures([architectures] if isinstance(architectures, str) else architectures)
+        return original(self, architectures, model_config)
+
+    _ModelRegistry.inspect_model_cls = inspect_model_cls
+
+
+def _default_async_scheduling() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    original = EngineArgs.create_engine_config
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.async_scheduling is None:
+            self.async_scheduling = current_platform.default_async_scheduling()
+        return original(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_engine_config
+
+
+PATCHES = (
+    Patch(
+        what=f"the environment variable {MODEL_RUNNER_VARIABLE} is set to 0",
+        why="the variable decides the scheduler's wire format; unset, vLLM picks by whether Triton is there",
+        remove_when="the runner speaks the format of model runner V2",
+        apply=pin_model_runner,
+    ),
+    Patch(
+        what="torch.accelerator.empty_cache and empty_host_cache do nothing where torch has no accelerator",
+        why="vLLM's shutdown calls them on every platform but its own CPU one, and they raise: the engine "
+        "process exits with an error",
+        remove_when="vllm.distributed.parallel_state.cleanup_dist_env_and_memory asks the platform",
+        apply=quiet_accelerator_cache,
+    ),
+    Patch(
+        what="vLLM's model registry refuses an architecture this plugin has no model for",
+        why="vLLM would import its own implementation in a subprocess (17 s), then fail for want of kernels",
+        remove_when="vLLM asks Platform.verify_model_arch before it inspects a model",
+        apply=_check_architectures_first,
+    ),
+    Patch(
+        what="EngineArgs takes the default of async_scheduling from the platform",
+        why="by the time a platform hook sees the setting, vLLM's default and a user's choice look the same",
+        remove_when="a platform hook runs before vLLM decides async_scheduling",
+        apply=_default_async_scheduling,
+    ),
+)
+
+
+def apply_patches() -> None:
+    """Apply every entry of the register to this process."""
+    for patch in PATCHES:
+        patch.apply()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bucket to compiled graph to device: the only part of the runner that touches graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from neuron_core.errors import UncompiledShapeError
+from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
+from neuron_core.graphs.build import GraphBuilder
+from neuron_core.graphs.compiled import CompiledProgram
+from neuron_core.kv.layout import KVLayout
+from neuron_core.protocols import StaticModel
+from neuron_core.step import StepInput
+
+Progress = Callable[[int, int, Bucket, str], None]
+"""Called with the graphs ready so far, how many there are, and the bucket and variant just made ready."""
+
+HIDDEN_STATES = "hidden_states"
+
+
+class GraphExecutor:
+    """The compiled graphs of one model and its KV tensors."""
+
+    def __init__(self, model: StaticModel, plan: BucketPlan, builder: GraphBuilder, rank: int) -> None:
+        self.model = model
+        self.plan = plan
+        self.builder = builder
+        self.rank = rank
+        self._kv: dict[str, Tensor] = {}
+        self._programs: dict[tuple[Bucket, str], CompiledProgram] = {}
+
+    def allocate(self, layouts: Sequence[KVLayout], num_blocks: int, device: torch.device) -> None:
+        """Make the KV tensors, one per layer."""
+        self._kv = {f"kv.{i}": layout.allocate(num_blocks, device) for i, layout in enumerate(layouts)}
+
+    @property
+    def kv_tensors(self) -> tuple[Tensor, ...]:
+        """The cache of each layer, ``[num_blocks, kv_heads, block_size, 2 * head_dim]``."""
+        return tuple(self._kv.values())
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Clear blocks in every layer."""
+        index = torch.tensor(block_ids)
+        for cache in self._kv.values():
+            cache.index_fill_(0, index, 0)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks ``(from, to)`` in every layer."""
+        source, target = torch.tensor(pairs).unbind(1)
+        for cache in self._kv.values():
+            cache[target] = cache[source]
+
+    def compile(self, progress: Progress) -> None:
+        """Compile or load every graph of the plan, and run each once on padding alone.
+
+        All are submitted before the first is awaited, the longest first, so that compiles overlap.
+        """
+        wanted = [(bucket, variant) for bucket in self.plan.all() for variant in _variants(bucket)]
+        pending = [
+            self.builder.submit(self.model.program(bucket, variant), self._specs(bucket), bucket=bucket.name)
+            for bucket, variant in wanted
+        ]
+        for done, ((bucket, variant), waiting) in enumerate(zip(wanted, pending, strict=True), start=1):
+            program = waiting.result()
+            program.bind({name: tensor for name, tensor in self._kv.items() if name in program.inputs})
+            self._programs[bucket, variant] = program
+            self._warm(bucket, variant)
+            progress(done, len(wanted), bucket, variant)
+        self.builder.close()
+
+    def run(self, bucket: Bucket, variant: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs of one graph by name; a shape outside the plan is an error, never a compile."""
+        program = self._programs.get((bucket, variant))
+        if program is None:
+            raise UncompiledShapeError(f"no graph was compiled for {bucket} ({variant})")
+        return program(values)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, V]`` float32 logits of any number of final hidden states ``[n, H]``."""
+        bucket = self.plan.logits()
+        found = []
+        for begin in range(0, len(hidden), bucket.num_tokens):
+            part = hidden[begin : begin + bucket.num_tokens]
+            padded = torch.nn.functional.pad(part, (0, 0, 0, bucket.num_tokens - len(part)))
+            found.append(self.run(bucket, "logits", {HIDDEN_STATES: padded})["logits"][: len(part)])
+        return torch.cat(found)
+
+    def _specs(self, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        if bucket.phase is Phase.LOGITS:
+            width = self.model.hidden_size
+            return {HIDDEN_STATES: ((bucket.num_tokens, width), self.model.dtype)}
+        kv = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._kv.items()}
+        return {**StepInput.specs(bucket, self.plan.block_size), **kv}
+
+    def _warm(self, bucket: Bucket, variant: str) -> None:
+        if bucket.phase is Phase.LOGITS:
+            shape, dtype = self._specs(bucket)[HIDDEN_STATES]
+            self.run(bucket, variant, {HIDDEN_STATES: torch.zeros(shape, dtype=dtype)})
+        else:
+            self.run(bucket, variant, StepInput.padding(bucket, self.plan.block_size, self.rank).as_values())
+
+
+def _variants(bucket: Bucket) -> tuple[str, ...]:
+    return ("logits",) if bucket.phase is Phase.LOGITS else ("greedy", "sample")

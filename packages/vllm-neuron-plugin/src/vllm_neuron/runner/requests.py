@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runner knows of each request, as one row of a few arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import LogprobsTensors
+
+from neuron_core.kv.slots import NO_BLOCK
+from vllm_neuron.runner.randomness import request_seed
+
+_GREEDY_BELOW = 1e-5  # vLLM's own limit
+
+
+@dataclass
+class Request:
+    """One request; ``row`` is its place in the :class:`RequestTable` that holds its tokens and blocks."""
+
+    request_id: str
+    row: int
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    num_blocks: int = 0
+    prompt_logprobs: LogprobsTensors | None = field(default=None, repr=False)
+    wants_prompt_logprobs: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the request's logits have to be edited on the host before a token is drawn."""
+        p = self.sampling
+        return bool(
+            p.presence_penalty
+            or p.frequency_penalty
+            or p.repetition_penalty != 1.0
+            or p.logit_bias
+            or p.allowed_token_ids
+            or p.bad_words_token_ids
+            or p.min_tokens
+        )
+
+
+class RequestTable:
+    """Rows of token ids, block ids and sampling settings, kept from a request's first step to its last.
+
+    Arrays, with one row per request: ``token_ids [rows, max_model_len]`` int32, ``block_tables [rows, width]`` int32
+    (-1 where there is no block), ``num_tokens``/``num_computed`` ``[rows]`` int64, and the sampling settings.
+    """
+
+    def __init__(self, max_model_len: int, block_size: int, width: int, engine_seed: int) -> None:
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.engine_seed = engine_seed
+        self.requests: dict[str, Request] = {}
+        self._free: list[int] = []
+        self._width = width
+        self._make_rows(8)
+
+    def _make_rows(self, rows: int) -> None:
+        shapes = {
+            "token_ids": ((self.max_model_len,), np.int32, 0),
+            "block_tables": ((self._width,), np.int32, NO_BLOCK),
+            "num_tokens": ((), np.int64, 0),
+            "num_computed": ((), np.int64, 0),
+            "temperature": ((), np.float32, 0.0),
+            "top_k": ((), np.int32, 0),
+            "top_p": ((), np.float32, 1.0),
+            "min_p": ((), np.float32, 0.0),
+            "seed": ((), np.uint64, 0),
+        }
+        for name, (shape, dtype, fill) in shapes.items():
+            grown = np.full((rows, *shape), fill, dtype=dtype)
+            old = getattr(self, name, None)
+            if old is not None:
+                grown[: len(old)] = old
+            setattr(self, name, grown)
+        self._free.extend(range(rows - 1, rows - 1 - (rows - len(self.requests)), -1))
+
+    token_ids: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    num_tokens: NDArray[np.int64]
+    num_computed: NDArray[np.int64]
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seed: NDArray[np.uint64]
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Bring the rows up to what the scheduler says, before the step is run."""
+        for request_id in step.finished_req_ids:
+            self._remove(request_id)
+        for new in step.scheduled_new_reqs:
+            self._remove(new.req_id)  # an id may finish and come back within one step
+            self._add(new)
+        self._advance(step.scheduled_cached_reqs)
+
+    def append(self, request: Request, token_id: int) -> None:
+        """Add a token the request has just drawn; the last one of a full row has no place and no use."""
+        length = self.num_tokens[request.row]
+        if length < self.max_model_len:
+            self.token_ids[request.row, length] = token_id
+            self.num_tokens[request.row] = length + 1
+
+    def output_ids(self, request: Request) -> list[int]:
+        """Tokens drawn so far, in order."""
+        ids: list[int] = self.token_ids[
+            request.row, request.num_prompt_tokens : self.num_tokens[request.row]
+        ].tolist()
+        return ids
+
+    def _add(self, new: NewRequestData) -> None:
+        if new.prompt_token_ids is None or new.sampling_params is None:
+            raise ValueError(f"request {new.req_id} has no prompt tokens or no sampling parameters")
+        if not self._free:
+            self._make_rows(2 * len(self.token_ids))
+        params = new.sampling_params
+        request = Request(new.req_id, self._free.pop(), len(new.prompt_token_ids), params)
+        request.wants_prompt_logprobs = params.prompt_logprobs is not None
+        self.requests[new.req_id] = request
+        row = request.row
+        self.token_ids[row, : request.num_prompt_tokens] = new.prompt_token_ids
+        self.num_tokens[row] = request.num_prompt_tokens
+        self.num_computed[row] = new.num_computed_tokens
+        self.temperature[row] = 0.0 if params.temperature < _GREEDY_BELOW else params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row], self.min_p[row] = params.top_p, params.min_p
+        seed = request_seed(new.req_id, self.engine_seed) if params.seed is None else params.seed
+        self.seed[row] = seed & 0xFFFFFFFFFFFFFFFF
+        self._set_blocks(request, new.block_ids[0])
+
+    def _advance(self, cached: CachedRequestData) -> None:
+        for index, request_id in enumerate(cached.req_ids):
+            request = self.requests[request_id]
+            self.num_computed[request.row] = cached.num_computed_tokens[index]
+            blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                self._set_blocks(request, blocks[0] if blocks else [])
+            elif blocks:
+                self._append_blocks(request, blocks[0])
+
+    def _set_blocks(self, request: Request, block_ids: Iterable[int]) -> None:
+        self.block_tables[request.row] = NO_BLOCK
+        request.num_blocks = 0
+        self._append_blocks(request, block_ids)
+
+    def _append_blocks(self, request: Request, block_ids: Iterable[int]) -> None:
+        added = list(block_ids)
+        self.block_tables[request.row, request.num_blocks : request.num_blocks + len(added)] = added
+        request.num_blocks += len(added)
+
+    def _remove(self, request_id: str) -> None:
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._free.append(request.row)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what ``--model`` and ``--load-format`` name to a model's parameters."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
+
+from neuron_core.errors import ConfigError
+from neuron_models import load_weights
+from neuron_parallel import ParallelGroup
+
+FORMATS = ("auto", "safetensors", "hf", "dummy")
+DUMMY_SCALE = 0.02
+
+
+def fill_weights(model: nn.Module, vllm_config: VllmConfig, group: ParallelGroup, *, dummy: bool) -> None:
+    """Fill ``model`` from its checkpoint, or with small random numbers under ``--load-format dummy``."""
+    load = vllm_config.load_config
+    load_format = str(load.load_format)
+    if load_format not in FORMATS:
+        raise ConfigError("load_format", load_format, f"is not supported; use one of {', '.join(FORMATS)}")
+    if dummy or load_format == "dummy":
+        _fill_at_random(model, vllm_config.model_config.seed or 0)
+        return
+    source = vllm_config.model_config.model
+    folder = source
+    if not os.path.isdir(source):
+        folder = download_weights_from_hf(
+            source, load.download_dir, ["*.safetensors"], vllm_config.model_config.revision
+        )
+    load_weights(model, folder, group, group.rank())
+
+
+@torch.no_grad()
+def _fill_at_random(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, DUMMY_SCALE, generator=generator)
+        else:
+            parameter.fill_(1.0)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of an engine: claims its device, loads its weights, compiles its graphs and runs its steps."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import nn
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from neuron_core.devices.discovery import open_device
+from neuron_core.environ import Environment
+from neuron_core.errors import ConfigError
+from neuron_core.memory import MemoryBudget, module_bytes
+from neuron_core.metrics import NeuronMetrics
+from neuron_core.protocols import StaticModel
+from neuron_models import build_model
+from neuron_parallel import ParallelGroups, ParallelPlan
+from vllm_neuron.config import bucket_plan, neuron_config
+from vllm_neuron.graphs import graph_builder
+from vllm_neuron.platform import discovered
+from vllm_neuron.progress import WarmUpProgress
+from vllm_neuron.runner.executor import GraphExecutor
+from vllm_neuron.runner.model_runner import NeuronModelRunner
+from vllm_neuron.weights import fill_weights
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+logger = init_logger(f"vllm.{__name__}")
+
+KV_LAYOUT = "LBHNC"
+"""vLLM's name of a cache of one tensor per layer: block, head, place in the block, keys then values."""
+
+
+class NeuronWorker(WorkerBase):
+    """vLLM's worker interface over the Neuron device or the CPU device."""
+
+    model: StaticModel
+    runner: NeuronModelRunner
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.environment = Environment.read()
+        self.settings = neuron_config(self.vllm_config)
+        self.plan = bucket_plan(self.vllm_config)
+        self.world_size = self.parallel_config.world_size
+        self.neuron_device = open_device(discovered().device.name, self.environment)
+        self.metrics = NeuronMetrics(self.model_config.served_model_name, self.rank)
+
+    def init_device(self) -> None:
+        """Claim the device and join the other ranks; raises ``DeviceError`` if the device cannot start."""
+        self.neuron_device.start(self.local_rank, self.world_size)
+        self.device = self.neuron_device.torch_device
+        init_distributed_environment(
+            self.world_size, self.rank, self.distributed_init_method, self.local_rank, backend="gloo"
+        )
+        ensure_model_parallel_initialized(self.parallel_config.tensor_parallel_size, 1)
+        self.groups = ParallelGroups.create(ParallelPlan(self.parallel_config.tensor_parallel_size))
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Build the model and fill it; raises ``CheckpointError`` listing what does not fit."""
+        begun = time.perf_counter()
+        model = build_model(
+            self.model_config.hf_text_config,
+            dtype=self.model_config.dtype,
+            groups=self.groups,
+            block_size=self.cache_config.block_size,
+        )
+        if not isinstance(model, nn.Module):
+            raise ConfigError("architectures", type(model).__name__, "the model must be a torch module")
+        self.model = model
+        fill_weights(model, self.vllm_config, self.groups.tp, dummy=load_dummy_weights)
+        self.neuron_device.prepare(model)
+        seconds, size = time.perf_counter() - begun, module_bytes([model])
+        self.metrics.model_loaded(seconds, size)
+        speed = size / 1e9 / seconds
+        logger.info(
+            "rank %d loaded %.2f GB of weights in %.2f s (%.2f GB/s)", self.rank, size / 1e9, seconds, speed
+        )
+
+    def get_model(self) -> nn.Module:
+        """The model as a torch module."""
+        model: nn.Module = self.model  # type: ignore[assignment]
+        return model
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """One full-attention layer spec per layer of the model."""
+        return {
+            f"kv.{index}": FullAttentionSpec(
+                block_size=layout.block_size,
+                num_kv_heads=layout.num_kv_heads,
+                head_size=layout.head_dim,
+                dtype=layout.dtype,
+            )
+            for index, layout in enumerate(self.model.kv_layouts)
+        }
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """The one layout that the graphs are written for."""
+        return [KV_LAYOUT]
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache of this rank; raises ``CapacityError`` if one request cannot fit."""
+        budget = MemoryBudget.for_device(
+            self.neuron_device,
+            ranks_on_host=self.world_size,
+            utilization=self.cache_config.gpu_memory_utilization,
+            weights_bytes=module_bytes([self.get_model()]),
+            requested_kv_bytes=self.cache_config.kv_cache_memory_bytes,
+        )
+        logger.info("%s", budget.describe())
+        override = self.cache_config.num_gpu_blocks_override
+        budget.require_one_request(self.model_config.max_model_len, self.model.kv_layouts, override)
+        return budget.kv_bytes
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the KV tensors and make the runner."""
+        builder = graph_builder(self.neuron_device, self.settings, self.environment)
+        executor = GraphExecutor(self.model, self.plan, builder, self.groups.tp.rank())
+        executor.allocate(self.model.kv_layouts, kv_cache_config.num_blocks, self.neuron_device.torch_device)
+        self.runner = NeuronModelRunner(
+            executor,
+            self.plan,
+            self.metrics,
+            engine_seed=self.model_config.seed or 0,
+            logprobs_mode=self.model_config.logprobs_mode,
+            sample_on_device=self.settings.on_device_sampling,
+        )
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Compile or load every graph of the plan; after this a shape without a graph is an error."""
+        begun = time.perf_counter()
+        executor = self.runner.executor
+        with WarmUpProgress(executor.builder.stats, self.metrics, shown=self.rank == 0) as progress:
+            executor.compile(progress)
+        seconds = time.perf_counter() - begun
+        if self.rank == 0:
+            logger.info("%s", progress.summary(seconds))
+        self.metrics.started(time.time() - psutil.Process().create_time())
+        return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Text generation only."""
+        return ("generate",)
+
+    @torch.no_grad()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step; None when it had tokens, because vLLM then asks ``sample_tokens`` in every mode."""
+        return self.runner.execute_model(scheduler_output)
+
+    @torch.no_grad()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """The output of the step that ran last."""
+        return self.runner.sample_tokens()
+
+    def synchronize_device(self) -> None:
+        """Wait for the device."""
+        self.neuron_device.synchronize()
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Refused: the graphs' shapes follow from the length, which must be known before they are made."""
+        raise ConfigError("max_model_len", -1, f"automatic lengths are not supported; use {max_model_len}")
+
+    def execute_dummy_batch(self) -> None:
+        """Nothing to do: no rank outside this engine waits for it."""
+
+    def shutdown(self) -> None:
+        """Nothing to release that the end of the process does not."""

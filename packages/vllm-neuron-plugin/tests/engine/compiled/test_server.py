@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real ``vllm serve`` on the CPU device, asked through the ``openai`` client; it was killed once while compiling."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+CLI = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+BUCKETS = '{"neuron_config": {"prefill_buckets": [256], "decode_buckets": [8]}}'
+# fmt: off
+LIMITS = [
+    "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
+    "--num-gpu-blocks-override", "200", "--additional-config", BUCKETS,
+]
+# fmt: on
+READY_TIMEOUT_S = 400.0
+
+
+def server_environment(**variables: str) -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    return ours | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | variables
+
+
+@dataclass
+class Server:
+    """A running server; ``left_by_kill`` are the cache's folders as the kill left them."""
+
+    url: str
+    name: str
+    log: Path
+    left_by_kill: dict[str, list[list[str]]]
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        page = urllib.request.urlopen(f"{self.url}/metrics", timeout=30).read().decode()
+        values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE)
+        assert values, f"{name} is not among the metrics"
+        return sum(map(float, values))
+
+
+def start(model: Path, port: int, cache: Path, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*CLI, "serve", str(model), "--port", str(port), *LIMITS],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=server_environment(VLLM_NEURON_CACHE_DIR=str(cache)),
+            start_new_session=True,
+        )
+
+
+def kill_while_compiling(process: subprocess.Popen[bytes], cache: Path, log: Path) -> dict[str, list[list[str]]]:
+    """Wait for the first entry that is being compiled, kill every process of the server, and list the cache."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not any(p.is_dir() and not p.name.startswith(("probe", "trash")) for p in (cache / "staging").glob("*")):
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return {
+        folder: [sorted(p.name for p in entry.glob("*")) for entry in (cache / folder).glob("*")]
+        for folder in ("graphs", "staging")
+    }
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            return
+        except OSError:
+            time.sleep(0.25)
+    raise AssertionError(f"not ready: {log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="module")
+def server(
+    smollm2: Path, graph_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    cache, log = folder / "cache", folder / "serve.log"
+    if (graph_cache / "kernels").is_dir():  # the kernels are not what is compiled here
+        shutil.copytree(graph_cache / "kernels", cache / "kernels")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    left = kill_while_compiling(start(smollm2, port, cache, log), cache, log)
+    process = start(smollm2, port, cache, log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(process, url, log)
+        yield Server(url, str(smollm2), log, left)
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "Traceback" not in log.read_text()
+
+
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_a_start_after_kill_9_during_compile_works(server):
+    # What the kill left: whole entries only, and one that never became an entry.
+    assert server.left_by_kill["staging"]
+    assert all("COMPLETE" in files and "manifest.json" in files for files in server.left_by_kill["graphs"])
+    assert server.metric("vllm_neuron:graphs_compiled_total") > 0
+
+
+def test_chat_knows_the_capital(server):
+    reply = server.client.chat.completions.create(model=server.name, messages=FRANCE, temperature=0, max_tokens=24)
+    assert "Paris" in reply.choices[0].message.content
+    assert reply.usage.completion_tokens <= 24 and reply.usage.prompt_tokens > 5
+
+
+def test_streamed_pieces_are_the_whole(server):
+    settings = {"model": server.name, "messages": FRANCE, "temperature": 0, "max_tokens": 24}
+    whole = server.client.chat.completions.create(**settings).choices[0].message.content
+    pieces = [chunk.choices[0].delta.content for chunk in server.client.chat.completions.create(**settings, stream=True)]
+    assert len(pieces) > 3 and "".join(piece or "" for piece in pieces) == whole
+
+
+def test_n_completions_with_a_seed_are_repeatable(server):
+    settings = {"model": server.name, "prompt": "My favourite animal is", "n": 3, "seed": 5, "max_tokens": 12}
+    once, again = ([c.text for c in server.client.completions.create(**settings).choices] for _ in range(2))
+    assert once == again and len(set(once)) == 3
+
+
+def test_a_stop_string_ends_the_text_before_it(server):
+    settings = {"model": server.name, "prompt": "Count: one, two, three,", "temperature": 0, "max_tokens": 40}
+    whole = server.client.completions.create(**settings).choices[0].text
+    stop = whole.split()[3]
+    choice = server.client.completions.create(**settings, stop=[stop]).choices[0]
+    assert choice.text == whole[: whole.index(stop)] and choice.finish_reason == "stop"
+
+
+def test_logprobs_of_greedy_tokens_are_the_largest(server):
+    choice = server.client.chat.completions.create(
+        model=server.name, messages=FRANCE, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
+    ).choices[0]
+    assert len(choice.logprobs.content) == 5
+    for entry in choice.logprobs.content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == max(other.logprob for other in entry.top_logprobs) <= 0.0
+
+
+def test_a_prompt_longer_than_the_limit_is_http_400(server):
+    with pytest.raises(openai.BadRequestError, match="256"):
+        server.client.completions.create(model=server.name, prompt=[9] * 300, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("structured_outputs", {"response_format": {"type": "json_object"}}),
+        ("kv_transfer_params", {"kv_transfer_params": {"do_remote_decode": True}}),
+    ],
+)
+def test_a_parameter_that_is_not_supported_is_http_400_by_name(server, name, body):
+    with pytest.raises(openai.BadRequestError, match=name):
+        server.client.chat.completions.create(model=server.name, messages=FRANCE, max_tokens=4, extra_body=body)
+
+
+def test_a_stream_closed_midway_gives_its_blocks_back(server):
+    settings = {"model": server.name, "prompt": "Once upon a time", "max_tokens": 240, "extra_body": {"ignore_eos": True}}
+    stream = server.client.completions.create(**settings, stream=True)
+    for _, _chunk in zip(range(5), stream, strict=False):
+        pass
+    assert server.metric("vllm:num_requests_running") == 1
+    stream.close()
+    deadline = time.monotonic() + 30
+    while server.metric("vllm:num_requests_running") + server.metric("vllm:kv_cache_usage_perc") > 0:
+        assert time.monotonic() < deadline, "the request goes on after its client left"
+        time.sleep(0.2)
+    assert server.metric("vllm:request_success_total") > 0
+
+
+def test_metrics_of_the_plugin_are_on_the_servers_page(server):
+    server.client.completions.create(model=server.name, prompt="Hello", max_tokens=2, temperature=0)
+    compiled = server.metric("vllm_neuron:graphs_compiled_total")
+    assert compiled > 0 and server.metric("vllm_neuron:graph_executions_total") > 0
+    server.client.completions.create(model=server.name, prompt="Hello again", max_tokens=2, temperature=0.7, logprobs=1)
+    assert server.metric("vllm_neuron:graphs_compiled_total") == compiled
+
+
+def test_vllm_bench_serve_runs_against_it(server, tmp_path):
+    # fmt: off
+    command = [
+        *CLI, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions", "--base-url", server.url,
+        "--model", server.name, "--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "8",
+        "--num-prompts", "6", "--ignore-eos",
+    ]
+    # fmt: on
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=server_environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"Successful requests:\s+6\b", done.stdout), done.stdout[-2000:]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every sampling parameter vLLM has is either honoured or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import PoolingParams, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+from vllm.sampling_params import StructuredOutputsParams
+from vllm_neuron.admission import HONOURED, REFUSED
+
+
+def test_every_field_of_vllm_is_in_exactly_one_table():
+    fields = set(SamplingParams.__struct_fields__)
+    # extra_args is judged key by key.
+    assert fields - {"extra_args"} == HONOURED.keys() | REFUSED.keys()
+    assert not HONOURED.keys() & REFUSED.keys()
+
+
+def test_a_plain_request_passes():
+    current_platform.validate_request({}, SamplingParams())
+
+
+ASKED = {
+    "structured_outputs": StructuredOutputsParams(json_object=True),
+    "thinking_token_budget": 0,
+    "watermarking": True,
+    "logprob_token_ids": [1, 2],
+    "prompt_logprob_token_ids": [[1]],
+    "prompt_logprob_start": 0,
+    "trace_decode_token_ids": [1],
+    "routed_experts_prompt_start": 1,
+}
+
+
+def test_every_refused_field_has_a_value_here():
+    assert ASKED.keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_refused_field_is_named_in_a_client_error(name):
+    # Set on the object: vLLM's constructor has rules of its own about which of these go together.
+    params = SamplingParams()
+    setattr(params, name, ASKED[name])
+    with pytest.raises(VLLMValidationError) as caught:
+        current_platform.validate_request({}, params)
+    assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1},
+        # Above the vocabulary: vLLM's meaning is "all tokens", so it is clamped in the graph, not refused.
+        {"top_k": 10**6},
+        {"n": 3, "stop": ["x"], "stop_token_ids": [5], "include_stop_str_in_output": True},
+        {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.1},
+        {"logit_bias": {5: 2.0}, "allowed_token_ids": [5, 6], "bad_words": ["x"], "min_tokens": 2},
+        {"logprobs": 2, "prompt_logprobs": 1, "flat_logprobs": True},
+        {"max_tokens": 3, "ignore_eos": True, "skip_special_tokens": False, "detokenize": False},
+        {"watermarking": False},
+        {"extra_args": {}},
+        {"extra_args": {"kv_transfer_params": None}},
+    ],
+    ids=str,
+)
+def test_honoured_parameters_pass(params):
+    current_platform.validate_request({}, SamplingParams(**params))
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "some_extension"])
+def test_extra_arguments_nobody_reads_are_refused(name):
+    with pytest.raises(VLLMValidationError) as caught:
+        current_platform.validate_request({}, SamplingParams(extra_args={name: {"a": 1}}))
+    assert caught.value.parameter == f"extra_args.{name}"
+
+
+def test_pooling_requests_are_refused():
+    with pytest.raises(VLLMValidationError, match="generates text"):
+        current_platform.validate_request({}, PoolingParams(task="embed"))

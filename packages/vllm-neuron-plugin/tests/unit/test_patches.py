@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The register of patches is complete, says why, and can be applied again."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import vllm_neuron
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import _ModelRegistry
+from vllm_neuron.patches import PATCHES, apply_patches
+
+
+def test_each_entry_says_what_why_and_until_when():
+    for patch in PATCHES:
+        assert patch.what and patch.why and patch.remove_when
+
+
+def test_applying_twice_wraps_once():
+    apply_patches()
+    before = (EngineArgs.create_engine_config, _ModelRegistry.inspect_model_cls)
+    apply_patches()
+    assert before == (EngineArgs.create_engine_config, _ModelRegistry.inspect_model_cls)
+    assert not hasattr(EngineArgs.create_engine_config.__wrapped__, "__wrapped__")
+
+
+def test_nothing_outside_the_register_writes_into_vllm_or_torch():
+    # An assignment to an attribute of an imported name, anywhere but in the register.
+    found = []
+    for path in Path(vllm_neuron.__file__).parent.rglob("*.py"):
+        if path.name == "patches.py":
+            continue
+        tree = ast.parse(path.read_text())
+        imported = {
+            alias.asname or alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            found += [
+                f"{path.name}:{target.lineno}"
+                for target in targets
+                if isinstance(target, ast.Attribute)
+                and isinstance(target.value, ast.Name)
+                and target.value.id in imported
+            ]
+    assert found == []
