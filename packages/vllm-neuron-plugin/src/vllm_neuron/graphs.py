@@ -17,4 +17,4 @@ def graph_builder(device: Device, settings: NeuronConfig, environment: Environme
     """A builder for ``device`` with the configured compiler and the compile cache of ``VLLM_NEURON_CACHE_DIR``."""
     cache = CompileCache(environment.cache_dir)
     compiler: Compiler = FxCompiler() if settings.compiler == "fx" else InductorCompiler(cache.toolchain_dir)
-    return GraphBuilder(device, compiler, cache)
+    return GraphBuilder(device, compiler, cache, require_compiled=environment.require_compiled)

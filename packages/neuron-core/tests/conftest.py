@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Custom operators and devices the graph tests share."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from neuron_core.graphs.key import register_op_sources
+
+_library = torch.library.Library("neuron_test", "FRAGMENT")
+
+
+def _write_(pool, rows, slots):
+    pool.view(-1, pool.shape[-1]).index_copy_(0, slots.long(), rows)
+
+
+def _write(pool, rows, slots):
+    pool = pool.clone()
+    _write_(pool, rows, slots)
+    return pool
+
+
+def _read(pool, slots):
+    return pool.view(-1, pool.shape[-1])[slots.long()].clone()
+
+
+def _register(schema, cpu, meta):
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, cpu, "CPU")
+    _library.impl(name, meta, "Meta")
+
+
+_register("write_(Tensor(a!) pool, Tensor rows, Tensor slots) -> ()", _write_, lambda pool, rows, slots: None)
+_register(
+    "write(Tensor pool, Tensor rows, Tensor slots) -> Tensor",
+    _write,
+    lambda pool, rows, slots: torch.empty_like(pool),
+)
+_register(
+    "read(Tensor pool, Tensor slots) -> Tensor",
+    _read,
+    lambda pool, slots: pool.new_empty(slots.shape[0], pool.shape[-1]),
+)
+_register("lonely_(Tensor(a!) pool) -> ()", lambda pool: pool.zero_() and None, lambda pool: None)
+register_op_sources("neuron_test", lambda name: "1")
+
+
+@pytest.fixture
+def cpu_device():
+    return SimpleNamespace(name="cpu", torch_device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def session_toolchain(tmp_path_factory):
+    """One precompiled header for every test that compiles."""
+    return tmp_path_factory.mktemp("toolchain")
