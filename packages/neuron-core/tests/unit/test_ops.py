@@ -174,26 +174,38 @@ def test_a_weight_shared_by_two_modules_is_packed_once_and_stays_shared() -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_rotary_and_gate_equal_transformers(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tokens", [1, 5, 700])
+def test_norm_rotary_and_gate_equal_transformers_in_float32(dtype: torch.dtype, tokens: int) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
     generator = torch.Generator().manual_seed(10)
-    x = torch.randn(5, 64, generator=generator).to(dtype)
-    norm = LlamaRMSNorm(64, eps=1e-5).to(dtype)
-    norm.weight.data = torch.randn(64, generator=generator).to(dtype)
-    assert torch.equal(ops.rms_norm(x, norm.weight, 1e-5), norm(x))
-    normed, summed = ops.add_rms_norm(x, 2 * x, norm.weight, 1e-5)
-    assert torch.equal(summed, x + 2 * x)
-    assert torch.equal(normed, norm(x + 2 * x))
-    q, k = (torch.randn(5, heads, 16, generator=generator).to(dtype) for heads in (4, 2))
-    angles = torch.rand(5, 8, generator=generator)
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    x, residual = (torch.randn(tokens, 72, generator=generator).to(dtype) for _ in range(2))
+    norm = LlamaRMSNorm(72, eps=1e-5)
+    norm.weight.data = torch.randn(72, generator=generator).to(dtype).float()
+    weight = norm.weight.detach().to(dtype)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5).float(), norm(x.float()), **close)
+    normed, summed = ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(summed, x + residual)
+    torch.testing.assert_close(normed.float(), norm(summed.float()), **close)
+    both = torch.randn(tokens, 6, 16, generator=generator).to(dtype)
+    query, key = both.split((4, 2), 1)  # views with a stride between tokens, as the qkv product leaves them
+    angles = torch.rand(tokens, 8, generator=generator)
     cos, sin = angles.cos(), angles.sin()
-    full = [torch.cat((t, t), -1).to(dtype)[None] for t in (cos, sin)]
-    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *full)
-    for got, want in zip(ops.rotary(q, k, cos, sin), expected, strict=True):
-        torch.testing.assert_close(got, want[0].transpose(0, 1), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    both = torch.randn(5, 32, generator=generator).to(dtype)
-    assert torch.equal(ops.silu_mul(both), torch.nn.functional.silu(both[:, :16]) * both[:, 16:])
+    full = [torch.cat((t, t), -1)[None] for t in (cos, sin)]
+    expected = apply_rotary_pos_emb(*(t.float().transpose(0, 1)[None] for t in (query, key)), *full)
+    for got, want in zip(ops.rotary(query, key, cos, sin), expected, strict=True):
+        torch.testing.assert_close(got.float(), want[0].transpose(0, 1), **close)
+    heads = ops.rms_norm(query, weight[:16], 1e-5)
+    torch.testing.assert_close(heads, reference.rms_norm(query, weight[:16], 1e-5), **close)
+    gate, up = x.float().chunk(2, 1)
+    torch.testing.assert_close(ops.silu_mul(x).float(), torch.nn.functional.silu(gate) * up, **close)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, 88.0, -88.0, 1e4, -1e4, float("inf"), float("nan")])
+def test_the_gate_follows_silu_at_its_ends(value: float) -> None:
+    both = torch.tensor([[value, 2.0]])
+    torch.testing.assert_close(ops.silu_mul(both), reference.silu_mul(both), equal_nan=True)
 
 
 @given(

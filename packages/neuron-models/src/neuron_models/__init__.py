@@ -12,6 +12,7 @@ from neuron_models.registry import (
 )
 
 __all__ = [
+    "__version__",
     "LoadStats",
     "ModelFactory",
     "build_model",
@@ -21,3 +22,5 @@ __all__ = [
     "resolve",
     "supported_architectures",
 ]
+
+__version__ = "0.1.0"

@@ -14,6 +14,7 @@ from neuron_parallel.shard import Shard, ShardBlock, replicated_parameter, shard
 from neuron_parallel.vocab import ParallelLMHead, VocabParallelEmbedding
 
 __all__ = [
+    "__version__",
     "ColumnParallelLinear",
     "MergedColumnParallelLinear",
     "ParallelGroup",
@@ -32,3 +33,5 @@ __all__ = [
     "shard_of",
     "sharded_parameter",
 ]
+
+__version__ = "0.1.0"

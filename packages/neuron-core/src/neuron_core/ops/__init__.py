@@ -3,16 +3,19 @@
 
 from neuron_core.ops import library, reference
 from neuron_core.ops.functional import (
+    add_rms_norm,
     embedding,
     greedy,
     kv_write_,
     linear,
     paged_attention,
+    rms_norm,
+    rotary,
     sample,
+    silu_mul,
 )
 from neuron_core.ops.kernels import load_kernels, pin_threads, source_digest
 from neuron_core.ops.packing import can_pack, pack_linear, pack_module
-from neuron_core.ops.reference import add_rms_norm, rms_norm, rotary, silu_mul
 
 __all__ = [
     "add_rms_norm",

@@ -30,6 +30,30 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(token_ids, weight)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dim of ``x [T, H]`` or ``[T, heads, D]``, in ``x``'s dtype."""
+    normed: Tensor = torch.ops.neuron.rms_norm(x, weight, eps)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``residual + x`` and its :func:`rms_norm`; returns ``(normed, summed)``, both ``[T, H]``."""
+    normed, summed = torch.ops.neuron.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+    return normed, summed
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of ``query [T, H, D]`` and ``key [T, KH, D]`` with ``cos``, ``sin`` ``[T, D/2]`` float32."""
+    op = torch.ops.neuron.rotary
+    return op(query, cos, sin), op(key, cos, sin)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``gate_up [T, 2I]`` laid out ``[gate | up]`` -> ``[T, I]``."""
+    gated: Tensor = torch.ops.neuron.silu_mul(gate_up.contiguous())
+    return gated
+
+
 def kv_write_(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Write ``key`` and ``value`` ``[T, KH, D]`` to ``slots [T]`` of ``kv [blocks, KH, block_size, 2D]``, in place.
 

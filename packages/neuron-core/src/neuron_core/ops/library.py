@@ -61,6 +61,22 @@ def _one_per_row(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
+def _like_both(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _like_first(x), _like_first(x)
+
+
+def _half_width(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+
+
+_define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", reference.rms_norm, _like_first)
+_define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    reference.add_rms_norm,
+    _like_both,
+)
+_define("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", reference.rotary, _like_first)
+_define("silu_mul(Tensor gate_up) -> Tensor", reference.silu_mul, _half_width)
 _define(
     "packed_linear(Tensor x, Tensor weight, int columns, bool wide) -> Tensor",
     _packed_linear,

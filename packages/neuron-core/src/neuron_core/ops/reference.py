@@ -14,10 +14,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dim (Zhang & Sennrich 2019); statistics in float32."""
+    """Root mean square norm over the last dim (Zhang & Sennrich 2019), in float32 with one rounding at the end."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (normed * weight.float()).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -26,24 +26,23 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(summed, weight, eps), summed
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) in rotate-half form, in float32 with one rounding at the end.
 
-
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding (Su et al. 2021), rotate-half form.
-
-    ``query [T, H, D]`` and ``key [T, KH, D]`` with ``cos``, ``sin`` ``[T, D/2]`` float32; results in the input dtype.
+    ``x [T, H, D]`` with ``cos``, ``sin`` ``[T, D/2]`` float32 -> ``[T, H, D]``.
     """
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` (SwiGLU, Shazeer 2020) of ``gate_up [T, 2I]`` laid out ``[gate | up]`` -> ``[T, I]``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    """``silu(gate) * up`` (SwiGLU, Shazeer 2020) of ``gate_up [T, 2I]`` laid out ``[gate | up]`` -> ``[T, I]``.
+
+    In float32 with one rounding at the end.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def kv_write(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:

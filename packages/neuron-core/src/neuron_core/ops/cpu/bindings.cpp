@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <tuple>
+
 #include "kernels.h"
 
 namespace {
@@ -65,6 +67,67 @@ Tensor paged_attention(const Tensor& query, const Tensor& kv, const Tensor& bloc
   return out;
 }
 
+// Calls `body` with a null pointer of the element type, from which it takes the type.
+template <typename Body>
+void with_type(const Tensor& t, Body body) {
+  require(t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kFloat, "bfloat16 or float32 only");
+  if (t.scalar_type() == at::kFloat)
+    body(static_cast<float*>(nullptr));
+  else
+    body(static_cast<bf16*>(nullptr));
+}
+
+template <typename T>
+const T* read(const Tensor& t, T*) { return static_cast<const T*>(t.const_data_ptr()); }
+template <typename T>
+T* write(Tensor& t, T*) { return static_cast<T*>(t.mutable_data_ptr()); }
+
+void require_same(const Tensor& x, const Tensor& other, bool contiguous) {
+  require(other.scalar_type() == x.scalar_type() && (!contiguous || other.is_contiguous()), "operands must be contiguous and of one dtype");
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  const int64_t width = x.size(-1), heads = x.dim() == 3 ? x.size(1) : 1;
+  require((x.dim() == 2 || x.dim() == 3) && x.stride(-1) == 1 && (x.dim() == 2 || x.stride(1) == width), "rows of a token must be adjacent");
+  require_same(x, weight, true);
+  Tensor out = at::empty(x.sizes(), x.options());
+  with_type(x, [&](auto* type) {
+    neuron::rms_norm(read(x, type), read(weight, type), write(out, type), x.size(0), heads, width, x.stride(0), static_cast<float>(eps));
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  require(x.dim() == 2 && x.is_contiguous() && residual.sizes() == x.sizes(), "x and residual must be contiguous [T, H]");
+  require_same(x, residual, true);
+  require_same(x, weight, true);
+  Tensor out = at::empty(x.sizes(), x.options()), summed = at::empty(x.sizes(), x.options());
+  with_type(x, [&](auto* type) {
+    neuron::add_rms_norm(read(x, type), read(residual, type), read(weight, type), write(out, type), write(summed, type), x.size(0), x.size(1),
+                         static_cast<float>(eps));
+  });
+  return {out, summed};
+}
+
+Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  require(x.dim() == 3 && x.stride(2) == 1 && x.stride(1) == x.size(2), "heads of a token must be adjacent");
+  require(cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == at::kFloat && sin.scalar_type() == at::kFloat &&
+              cos.size(0) == x.size(0) && 2 * cos.size(1) == x.size(2),
+          "cos and sin must be contiguous float32 [T, D/2]");
+  Tensor out = at::empty(x.sizes(), x.options());
+  with_type(x, [&](auto* type) {
+    neuron::rotary(read(x, type), floats(cos), floats(sin), write(out, type), x.size(0), x.size(1), x.size(2), x.stride(0));
+  });
+  return out;
+}
+
+Tensor silu_mul(const Tensor& gate_up) {
+  require(gate_up.dim() == 2 && gate_up.is_contiguous() && gate_up.size(1) % 2 == 0, "gate_up must be contiguous [T, 2I]");
+  Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  with_type(gate_up, [&](auto* type) { neuron::silu_mul(read(gate_up, type), write(out, type), out.size(0), out.size(1)); });
+  return out;
+}
+
 Tensor greedy(const Tensor& logits) {
   require(logits.dim() == 2 && logits.is_contiguous() && logits.scalar_type() == at::kFloat, "logits must be contiguous float32 [R, V]");
   Tensor out = at::empty({logits.size(0)}, logits.options().dtype(at::kInt));
@@ -95,6 +158,10 @@ TORCH_LIBRARY_IMPL(neuron, CPU, m) {
   m.impl("packed_linear", packed_linear);
   m.impl("kv_write_", kv_write_);
   m.impl("paged_attention", paged_attention);
+  m.impl("rms_norm", rms_norm);
+  m.impl("add_rms_norm", add_rms_norm);
+  m.impl("rotary", rotary);
+  m.impl("silu_mul", silu_mul);
   m.impl("greedy", greedy);
   m.impl("sample", sample);
 }

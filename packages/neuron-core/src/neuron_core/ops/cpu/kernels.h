@@ -56,6 +56,17 @@ template <typename T>
 void kv_write(T* kv, const T* key, const T* value, const int32_t* slots, int64_t tokens, int64_t key_stride,
               int64_t value_stride, CacheShape shape);
 
+template <typename T>
+void rms_norm(const T* x, const T* weight, T* out, int64_t tokens, int64_t heads, int64_t width, int64_t token_stride,
+              float eps);
+template <typename T>
+void add_rms_norm(const T* x, const T* residual, const T* weight, T* out, T* summed, int64_t rows, int64_t width, float eps);
+template <typename T>
+void rotary(const T* x, const float* cos, const float* sin, T* out, int64_t tokens, int64_t heads, int64_t dim,
+            int64_t token_stride);
+template <typename T>
+void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t width);
+
 struct AttentionShape {
   int64_t tokens, heads, table_width, query_stride;
   CacheShape cache;
