@@ -2,8 +2,8 @@
 """Memory and processors within control-group limits, on planted kernel files and on this host."""
 
 import os
-import sys
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil

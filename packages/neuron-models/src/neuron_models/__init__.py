@@ -12,9 +12,9 @@ from neuron_models.registry import (
 )
 
 __all__ = [
-    "__version__",
     "LoadStats",
     "ModelFactory",
+    "__version__",
     "build_model",
     "check_model",
     "load_weights",

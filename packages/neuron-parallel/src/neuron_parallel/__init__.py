@@ -14,7 +14,6 @@ from neuron_parallel.shard import Shard, ShardBlock, replicated_parameter, shard
 from neuron_parallel.vocab import ParallelLMHead, VocabParallelEmbedding
 
 __all__ = [
-    "__version__",
     "ColumnParallelLinear",
     "MergedColumnParallelLinear",
     "ParallelGroup",
@@ -26,6 +25,7 @@ __all__ = [
     "Shard",
     "ShardBlock",
     "VocabParallelEmbedding",
+    "__version__",
     "all_gather",
     "all_reduce",
     "reduce_scatter",

@@ -8,6 +8,7 @@ from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
+
 from vllm_neuron.admission import HONOURED, REFUSED
 
 

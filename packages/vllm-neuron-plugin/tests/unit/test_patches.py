@@ -6,9 +6,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import vllm_neuron
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import _ModelRegistry
+
+import vllm_neuron
 from vllm_neuron.patches import PATCHES, apply_patches
 
 

@@ -9,10 +9,11 @@ import sys
 
 import pytest
 import torch
-from neuron_core.errors import ConfigError
 from vllm import platforms
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
+
+from neuron_core.errors import ConfigError
 from vllm_neuron import checks
 from vllm_neuron.attention import NeuronAttentionBackend
 from vllm_neuron.platform import NeuronPlatform, discovered

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from neuron_core.errors import ConfigError
 from vllm_neuron.config import NeuronConfig, bucket_plan, reference_markdown
 

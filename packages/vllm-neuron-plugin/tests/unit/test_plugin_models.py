@@ -7,9 +7,10 @@ import subprocess
 import time
 
 import pytest
-from neuron_models import registry
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.interfaces_base import is_text_generation_model
+
+from neuron_models import registry
 from vllm_neuron.models import StubModel, check_architectures, register_models, stub_class
 
 

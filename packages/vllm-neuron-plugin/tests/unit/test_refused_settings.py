@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from neuron_core.errors import ConfigError
 from vllm_neuron import checks
 
@@ -191,10 +192,11 @@ def test_unknown_architecture_lists_those_supported(tmp_path, architecture):
 
 
 def test_architecture_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
-    from neuron_models import registry
     from transformers import LlamaConfig
     from vllm import EngineArgs
     from vllm.model_executor.models import ModelRegistry
+
+    from neuron_models import registry
 
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))

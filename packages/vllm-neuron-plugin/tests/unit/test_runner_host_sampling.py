@@ -17,6 +17,7 @@ from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, Mi
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+
 from vllm_neuron.runner.host_sampling import _edit, resample
 from vllm_neuron.runner.requests import RequestTable
 
@@ -50,7 +51,8 @@ def vllm_edits(logits: torch.Tensor, requests) -> torch.Tensor:
     )
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=len(requests)))
     processors = LogitsProcessors(
-        kind(config, torch.device("cpu"), False) for kind in (MinTokensLogitsProcessor, LogitBiasLogitsProcessor)
+        kind(config, torch.device("cpu"), False)
+        for kind in (MinTokensLogitsProcessor, LogitBiasLogitsProcessor)
     )
     for processor in processors.non_argmax_invariant:
         processor.update_state(update)
@@ -97,7 +99,9 @@ def sampling(draw) -> SamplingParams:
         max_tokens=16,
         stop_token_ids=draw(st.lists(TOKENS, max_size=3, unique=True)),
     )
-    params._bad_words_token_ids = draw(st.none() | st.lists(st.lists(TOKENS, min_size=1, max_size=3), max_size=3))
+    params._bad_words_token_ids = draw(
+        st.none() | st.lists(st.lists(TOKENS, min_size=1, max_size=3), max_size=3)
+    )
     return params
 
 
@@ -135,7 +139,11 @@ def test_only_the_rows_asked_for_change_and_the_logits_stay():
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_whether_a_request_needs_the_host_does_not_depend_on_off_values(on_host):
-    params = SamplingParams(presence_penalty=0.5) if on_host else SamplingParams(temperature=0.3, top_k=3, min_p=0.1)
+    params = (
+        SamplingParams(presence_penalty=0.5)
+        if on_host
+        else SamplingParams(temperature=0.3, top_k=3, min_p=0.1)
+    )
     table = make_table([([1, 2], [], params)])
     assert table.requests["0"].on_host is on_host
 

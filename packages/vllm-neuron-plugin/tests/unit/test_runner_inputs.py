@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
 from neuron_core.errors import UncompiledShapeError
 from neuron_core.graphs.buckets import BucketPlan, Phase
 from neuron_core.step import StepInput
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm_neuron.runner.inputs import build, make_batch
 from vllm_neuron.runner.requests import RequestTable
 
@@ -72,7 +73,9 @@ def test_every_token_is_where_it_belongs_and_the_rest_is_padding(phase, data):
     step = build(table, batch, rank=3)
     bucket = batch.bucket
     assert bucket.phase is phase and bucket in PLAN.all()
-    assert {n: (tuple(v.shape), v.dtype) for n, v in step.as_values().items()} == StepInput.specs(bucket, BLOCK)
+    assert {n: (tuple(v.shape), v.dtype) for n, v in step.as_values().items()} == StepInput.specs(
+        bucket, BLOCK
+    )
 
     at = 0
     for row, ((_, computed), count) in enumerate(zip(requests, counts, strict=True)):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from vllm_neuron.runner.logprobs import drawn_logprobs, gather, prompt_logprobs, scores_of
 
 
@@ -32,7 +33,9 @@ def test_gathered_scores_are_those_of_sorting(rows, vocab, seed, data):
 def test_modes():
     logits = torch.randn(3, 7)
     assert torch.equal(scores_of("raw_logits")(logits), logits)
-    expected = np.log(np.exp(logits.double().numpy()) / np.exp(logits.double().numpy()).sum(-1, keepdims=True))
+    expected = np.log(
+        np.exp(logits.double().numpy()) / np.exp(logits.double().numpy()).sum(-1, keepdims=True)
+    )
     np.testing.assert_allclose(scores_of("raw_logprobs")(logits).numpy(), expected, atol=1e-6)
 
 
@@ -47,7 +50,9 @@ def test_rows_that_did_not_ask_are_empty_and_aligned():
     reference = logits.log_softmax(-1)
     assert found.logprobs.shape == (3, 10)
     assert (found.logprobs[0] == 0).all()
-    assert found.logprob_token_ids[1, 0] == 8 and found.logprobs[1, 0] == pytest.approx(float(reference[1, 8]))
+    assert found.logprob_token_ids[1, 0] == 8 and found.logprobs[1, 0] == pytest.approx(
+        float(reference[1, 8])
+    )
     assert found.logprob_token_ids[1, 1:3].tolist() == reference[1].topk(2).indices.tolist()
     assert sorted(found.logprob_token_ids[2, 1:].tolist()) == list(range(9))
     assert found.sampled_token_ranks[1] == (reference[1] >= reference[1, 8]).sum()
@@ -75,7 +80,10 @@ def test_a_prompt_in_chunks_is_scored_as_in_one(chunks):
         assert not done
         table.num_computed[0] = at
         batch = SimpleNamespace(
-            requests=(wanted,), num_scheduled=(count,), starts=np.array([0, count]), draws=(at + count == len(prompt),)
+            requests=(wanted,),
+            num_scheduled=(count,),
+            starts=np.array([0, count]),
+            draws=(at + count == len(prompt),),
         )
         done = prompt_logprobs(batch, table, hidden[at : at + count], lambda h: h, scores_of("raw_logprobs"))
         at += count
@@ -83,5 +91,7 @@ def test_a_prompt_in_chunks_is_scored_as_in_one(chunks):
     found = done["a"]
     assert found.logprobs.shape == (len(prompt) - 1, 4)
     assert found.logprob_token_ids[:, 0].tolist() == prompt[1:]
-    torch.testing.assert_close(found.logprobs[:, 0], reference.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+    torch.testing.assert_close(
+        found.logprobs[:, 0], reference.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    )
     torch.testing.assert_close(found.logprobs[:, 1:], reference.topk(3).values)

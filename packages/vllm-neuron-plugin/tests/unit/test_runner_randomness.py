@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kstest
+
 from vllm_neuron.runner.randomness import philox4x32, request_seed, uniforms
 
 # https://github.com/DEShawResearch/random123, tests/kat_vectors, "philox4x32 10": counter, key, result.
@@ -33,7 +34,8 @@ def test_philox_treats_each_row_on_its_own():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=20), st.randoms()
+    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=20),
+    st.randoms(),
 )
 @settings(max_examples=50, deadline=None)
 def test_a_draw_does_not_depend_on_its_company(pairs, random):

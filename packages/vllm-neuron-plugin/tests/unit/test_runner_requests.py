@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
 from vllm_neuron.runner.requests import RequestTable
 
 BLOCK, LENGTH = 16, 128
@@ -27,11 +28,13 @@ def schedule(new=(), cached=None, finished=(), counts=None) -> SchedulerOutput:
 
 
 def new_request(name, prompt, blocks, computed=0, **params) -> NewRequestData:
-    return NewRequestData(name, list(prompt), [], SamplingParams(**params), None, (list(blocks),), computed, None)
+    return NewRequestData(
+        name, list(prompt), [], SamplingParams(**params), None, (list(blocks),), computed, None
+    )
 
 
 def cached(**requests) -> CachedRequestData:
-    """``name=(computed, new blocks or None, resumed)``."""
+    """``name=(computed, new blocks or None, tokens if resumed)``."""
     data = CachedRequestData.make_empty()
     for name, (computed, blocks, resumed) in requests.items():
         data.req_ids.append(name)
@@ -40,6 +43,7 @@ def cached(**requests) -> CachedRequestData:
         data.num_output_tokens.append(0)
         if resumed:
             data.resumed_req_ids.add(name)
+            data.all_token_ids[name] = list(resumed)
     return data
 
 
@@ -56,14 +60,20 @@ def blocks_of(table: RequestTable, name: str) -> list[int]:
 
 
 def test_a_request_from_first_step_to_last(table):
-    table.update(schedule([new_request("a", [5, 6, 7], [4], temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=11)]))
+    table.update(
+        schedule([new_request("a", [5, 6, 7], [4], temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=11)])
+    )
     row = table.requests["a"].row
     assert table.token_ids[row, :3].tolist() == [5, 6, 7] and table.num_tokens[row] == 3
     sampling = (table.temperature, table.top_k, table.top_p, table.min_p, table.seed)
     assert [column[row] for column in sampling] == pytest.approx([0.5, 3, 0.9, 0.1, 11])
     table.append(table.requests["a"], 99)
-    table.update(schedule(cached=cached(a=(3, [9], False))))
-    assert (table.output_ids(table.requests["a"]), table.num_computed[row], blocks_of(table, "a")) == ([99], 3, [4, 9])
+    table.update(schedule(cached=cached(a=(3, [9], None))))
+    assert (table.output_ids(table.requests["a"]), table.num_computed[row], blocks_of(table, "a")) == (
+        [99],
+        3,
+        [4, 9],
+    )
     table.update(schedule(finished=["a"]))
     assert not table.requests
 
@@ -71,9 +81,17 @@ def test_a_request_from_first_step_to_last(table):
 def test_resuming_replaces_the_blocks_and_keeps_the_tokens(table):
     table.update(schedule([new_request("a", range(20), [4, 5])]))
     table.append(table.requests["a"], 99)
-    table.update(schedule(cached=cached(a=(0, [7, 8], True))))
+    table.update(schedule(cached=cached(a=(0, [7, 8], [*range(20), 99]))))
     assert blocks_of(table, "a") == [7, 8]
     assert table.output_ids(table.requests["a"]) == [99] and table.num_computed[table.requests["a"].row] == 0
+
+
+def test_resuming_forgets_a_token_that_the_scheduler_dropped(table):
+    table.update(schedule([new_request("a", range(20), [4, 5])]))
+    for token in (99, 98):
+        table.append(table.requests["a"], token)
+    table.update(schedule(cached=cached(a=(0, [7, 8], [*range(20), 99]))))
+    assert table.output_ids(table.requests["a"]) == [99]
 
 
 def test_an_id_that_ends_and_returns_in_one_step_is_a_new_request(table):
@@ -104,7 +122,11 @@ def test_only_greedy_temperatures_are_zero(table, given, kept):
 
 def test_seeds_of_any_integer_fit(table):
     table.update(schedule([new_request(str(seed), [3], [1], seed=seed) for seed in (0, 2**63 - 1, -2)]))
-    assert [int(table.seed[table.requests[str(s)].row]) for s in (0, 2**63 - 1, -2)] == [0, 2**63 - 1, 2**64 - 2]
+    assert [int(table.seed[table.requests[str(s)].row]) for s in (0, 2**63 - 1, -2)] == [
+        0,
+        2**63 - 1,
+        2**64 - 2,
+    ]
 
 
 def test_off_values_of_top_k_are_zero(table):
@@ -142,7 +164,9 @@ class TableAgainstLists(RuleBasedStateMachine):
         wanted = -(-len(tokens) // BLOCK)
         given = [700 + i for i in range(wanted)] if resumed else list(range(800, 800 + wanted - len(blocks)))
         self.model[name] = (tokens, given if resumed else blocks + given)
-        self.table.update(schedule(cached=cached(**{name: (len(tokens) - 1, given or None, resumed)})))
+        self.table.update(
+            schedule(cached=cached(**{name: (len(tokens) - 1, given or None, tokens if resumed else None)}))
+        )
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())

@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from neuron_core import ops
 from scipy.stats import chisquare
+
+from neuron_core import ops
 from vllm_neuron.runner.randomness import uniforms
 
 DRAWS = 20_000
 VOCAB = 40
-LOGITS = np.sort(np.random.default_rng(5).normal(0.0, 2.0, VOCAB))[np.random.default_rng(6).permutation(VOCAB)]
+LOGITS = np.sort(np.random.default_rng(5).normal(0.0, 2.0, VOCAB))[
+    np.random.default_rng(6).permutation(VOCAB)
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

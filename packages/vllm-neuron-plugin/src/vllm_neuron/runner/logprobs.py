@@ -43,7 +43,7 @@ def drawn_logprobs(
     wanted = {row: _width(r.sampling.logprobs, logits.shape[1]) for row, r in enumerate(requests) if _asks(r)}
     if not wanted:
         return None
-    rows = torch.tensor(list(wanted))
+    rows = list(wanted)
     widest = max(wanted.values())
     found = gather(scores(logits[rows]), widest, tokens[rows].long())
     ids = np.zeros((len(requests), widest + 1), np.int32)

@@ -98,7 +98,9 @@ class NeuronModelRunner:
         if schedule.new_block_ids_to_zero:
             self.executor.zero_blocks(schedule.new_block_ids_to_zero)
         if schedule.kv_cache_block_copies:
-            self.executor.copy_blocks([(c.src_block_id, c.dst_block_id) for c in schedule.kv_cache_block_copies])
+            self.executor.copy_blocks(
+                [(c.src_block_id, c.dst_block_id) for c in schedule.kv_cache_block_copies]
+            )
 
     def _tokens(self, submitted: _Submitted) -> Tensor:
         tokens = submitted.outputs["tokens"]

@@ -140,9 +140,15 @@ class RequestTable:
             self.num_computed[request.row] = cached.num_computed_tokens[index]
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
+                # A token in flight when vLLM forced the preemption was drawn here and dropped there.
+                self._set_tokens(request, cached.all_token_ids[request_id])
                 self._set_blocks(request, blocks[0] if blocks else [])
             elif blocks:
                 self._append_blocks(request, blocks[0])
+
+    def _set_tokens(self, request: Request, token_ids: list[int]) -> None:
+        self.token_ids[request.row, : len(token_ids)] = token_ids
+        self.num_tokens[request.row] = len(token_ids)
 
     def _set_blocks(self, request: Request, block_ids: Iterable[int]) -> None:
         self.block_tables[request.row] = NO_BLOCK

@@ -81,9 +81,13 @@ class Engine:
         return self.core.model_executor.collective_rpc(_graph_counts)
 
     def add(self, prompt: Prompt, params: Any) -> str:
-        """Queue a request and return its id."""
+        """Queue a request, to be put out once and whole, and return its id."""
+        from vllm.sampling_params import RequestOutputKind
+
         request_id = f"r{self._count}"
         self._count += 1
+        params = params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
         self.engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
         return request_id
 

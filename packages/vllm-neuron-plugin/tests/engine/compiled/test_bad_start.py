@@ -23,7 +23,9 @@ LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 256,
     "num_gpu_blocks_override": 40,
-    "additional_config": {"neuron_config": {"compiler": "fx", "prefill_buckets": [256], "decode_buckets": [4]}},
+    "additional_config": {
+        "neuron_config": {"compiler": "fx", "prefill_buckets": [256], "decode_buckets": [4]}
+    },
 }
 
 
@@ -34,7 +36,7 @@ def checkpoint(tiny_llama: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def failure(engine_environment: pytest.MonkeyPatch) -> Callable[..., str]:
-    """The message with which an engine does not start, and nothing but a message: the engine never got to its graphs."""
+    """``failure(model, **settings)``: the message with which an engine does not start."""
 
     def fail(model: Path, **settings: Any) -> str:
         from vllm import LLM
@@ -61,7 +63,7 @@ def test_a_truncated_file_is_named(checkpoint, failure):
 
 def test_a_missing_tensor_is_named(checkpoint, failure):
     name = "model.layers.1.mlp.down_proj.weight"
-    edit(checkpoint, lambda tensors: tensors.pop(name) and None)
+    edit(checkpoint, lambda tensors: tensors.__delitem__(name))
     assert name in failure(checkpoint)
 
 
@@ -113,7 +115,9 @@ print("TOKENS", llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0].outputs
 """
 
 
-def test_a_cache_that_cannot_be_written_is_named_and_does_not_stop_the_start(tiny_llama, tmp_path, continuations):
+def test_a_cache_that_cannot_be_written_is_named_and_does_not_stop_the_start(
+    tiny_llama, tmp_path, continuations
+):
     # Root may write into a read-only directory, but nobody into /proc.
     folder = "/proc/neuron-cache"
     script = tmp_path / "script.py"

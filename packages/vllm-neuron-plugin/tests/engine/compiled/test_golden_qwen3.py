@@ -64,7 +64,8 @@ def test_alone(engines, tiny_qwen3, settings, prompts, expected):
     assert [engine.tokens([prompt], PARAMS)[0] for prompt in prompts] == expected
 
 
-def test_preempted(engines, tiny_qwen3, settings, prompts, expected):
-    engine = engines(tiny_qwen3, **settings | {"num_gpu_blocks_override": 20})
+@pytest.mark.parametrize("scheduling", [{}, {"async_scheduling": True}], ids=["sync", "async"])
+def test_preempted(engines, tiny_qwen3, settings, prompts, expected, scheduling):
+    engine = engines(tiny_qwen3, **settings | {"num_gpu_blocks_override": 20} | scheduling)
     assert engine.tokens(prompts, PARAMS) == expected
     assert engine.preemptions > 0

@@ -80,7 +80,9 @@ def test_t2_prompt_logprobs_of_a_prompt_in_chunks(chunked, make_prompts, next_lo
     expected = next_log_probs(prompt)
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
     for place, entries in enumerate(output.prompt_logprobs[1:]):
-        assert entries[prompt[place + 1]].logprob == pytest.approx(float(expected[place, prompt[place + 1]]), abs=1e-4)
+        assert entries[prompt[place + 1]].logprob == pytest.approx(
+            float(expected[place, prompt[place + 1]]), abs=1e-4
+        )
 
 
 def test_t3_a_budget_below_the_length_without_chunking_is_refused(tiny_llama, engine_environment):
@@ -110,7 +112,9 @@ def test_t6_abort_inside_a_prompt_frees_its_blocks(chunked, tiny_llama, make_pro
     assert chunked.tokens(prompts, greedy(8)) == continuations(tiny_llama, prompts, 8)
 
 
-def test_t8_a_model_of_131072_positions_starts_without_a_length(engines, tmp_path_factory, tiny_llama, tiny_settings):
+def test_t8_a_model_of_131072_positions_starts_without_a_length(
+    engines, tmp_path_factory, tiny_llama, tiny_settings
+):
     import json
     import shutil
 
@@ -154,7 +158,9 @@ def test_t10_33_concurrent_requests_get_33_right_answers(tiny_both, tiny_llama, 
     assert [list(finished[n].outputs[0].token_ids) for n in ids] == continuations(tiny_llama, prompts, 16)
 
 
-def test_t13_top_k_above_the_vocabulary_beside_a_greedy_row(tiny_both, tiny_llama, make_prompts, continuations):
+def test_t13_top_k_above_the_vocabulary_beside_a_greedy_row(
+    tiny_both, tiny_llama, make_prompts, continuations
+):
     (prompt,) = make_prompts(1, 30, seed=13)
 
     def drawn(top_k: int) -> SamplingParams:
@@ -191,7 +197,9 @@ def test_a3_steps_without_tokens_change_nothing(tiny_both, tiny_llama, make_prom
 def test_x1_the_same_prompt_three_times(tiny_both, tiny_llama, continuations):
     prompt = [5 + i for i in range(40)]
     outputs = [tiny_both.run([prompt], greedy(12))[0] for _ in range(3)]
-    assert [list(output.outputs[0].token_ids) for output in outputs] == continuations(tiny_llama, [prompt], 12) * 3
+    assert [list(output.outputs[0].token_ids) for output in outputs] == continuations(
+        tiny_llama, [prompt], 12
+    ) * 3
     assert [output.num_cached_tokens // 16 for output in outputs] == [0, 2, 2]
 
 
@@ -202,3 +210,20 @@ def test_n_samples_of_one_request_are_its_own_and_repeatable(tiny_both, make_pro
         [list(sample.token_ids) for sample in tiny_both.run([prompt], params)[0].outputs] for _ in range(2)
     )
     assert once == again and len({tuple(sample) for sample in once}) == 4
+
+
+def test_every_running_request_preempted_at_once_goes_on_with_the_same_text(
+    tiny_both, tiny_llama, make_prompts, continuations
+):
+    # vLLM drops what was in flight when it forces this, so the worker may know a token the scheduler does not.
+    prompts = make_prompts(6, 60, seed=16)
+    ids = [tiny_both.add(prompt, greedy(20)) for prompt in prompts]
+    for _ in range(8):
+        tiny_both.step()
+    assert tiny_both.engine.reset_prefix_cache(reset_running_requests=True)
+    finished: dict[str, Any] = {}
+    while tiny_both.engine.has_unfinished_requests():
+        finished |= tiny_both.step()
+    assert [list(finished[name].outputs[0].token_ids) for name in ids] == continuations(
+        tiny_llama, prompts, 20
+    )

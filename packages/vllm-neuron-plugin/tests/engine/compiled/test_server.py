@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real ``vllm serve`` on the CPU device, asked through the ``openai`` client; it was killed once while compiling."""
+"""One real ``vllm serve`` on the CPU device, asked through the ``openai`` client; killed once while it compiled."""
 
 from __future__ import annotations
 
@@ -67,10 +67,14 @@ def start(model: Path, port: int, cache: Path, log: Path) -> subprocess.Popen[by
         )
 
 
-def kill_while_compiling(process: subprocess.Popen[bytes], cache: Path, log: Path) -> dict[str, list[list[str]]]:
+def kill_while_compiling(
+    process: subprocess.Popen[bytes], cache: Path, log: Path
+) -> dict[str, list[list[str]]]:
     """Wait for the first entry that is being compiled, kill every process of the server, and list the cache."""
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while not any(p.is_dir() and not p.name.startswith(("probe", "trash")) for p in (cache / "staging").glob("*")):
+    while not any(
+        p.is_dir() and not p.name.startswith(("probe", "trash")) for p in (cache / "staging").glob("*")
+    ):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
@@ -94,9 +98,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def server(
-    smollm2: Path, graph_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(smollm2: Path, graph_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     cache, log = folder / "cache", folder / "serve.log"
     if (graph_cache / "kernels").is_dir():  # the kernels are not what is compiled here
@@ -129,7 +131,9 @@ def test_a_start_after_kill_9_during_compile_works(server):
 
 
 def test_chat_knows_the_capital(server):
-    reply = server.client.chat.completions.create(model=server.name, messages=FRANCE, temperature=0, max_tokens=24)
+    reply = server.client.chat.completions.create(
+        model=server.name, messages=FRANCE, temperature=0, max_tokens=24
+    )
     assert "Paris" in reply.choices[0].message.content
     assert reply.usage.completion_tokens <= 24 and reply.usage.prompt_tokens > 5
 
@@ -137,7 +141,10 @@ def test_chat_knows_the_capital(server):
 def test_streamed_pieces_are_the_whole(server):
     settings = {"model": server.name, "messages": FRANCE, "temperature": 0, "max_tokens": 24}
     whole = server.client.chat.completions.create(**settings).choices[0].message.content
-    pieces = [chunk.choices[0].delta.content for chunk in server.client.chat.completions.create(**settings, stream=True)]
+    pieces = [
+        chunk.choices[0].delta.content
+        for chunk in server.client.chat.completions.create(**settings, stream=True)
+    ]
     assert len(pieces) > 3 and "".join(piece or "" for piece in pieces) == whole
 
 
@@ -179,11 +186,18 @@ def test_a_prompt_longer_than_the_limit_is_http_400(server):
 )
 def test_a_parameter_that_is_not_supported_is_http_400_by_name(server, name, body):
     with pytest.raises(openai.BadRequestError, match=name):
-        server.client.chat.completions.create(model=server.name, messages=FRANCE, max_tokens=4, extra_body=body)
+        server.client.chat.completions.create(
+            model=server.name, messages=FRANCE, max_tokens=4, extra_body=body
+        )
 
 
 def test_a_stream_closed_midway_gives_its_blocks_back(server):
-    settings = {"model": server.name, "prompt": "Once upon a time", "max_tokens": 240, "extra_body": {"ignore_eos": True}}
+    settings = {
+        "model": server.name,
+        "prompt": "Once upon a time",
+        "max_tokens": 240,
+        "extra_body": {"ignore_eos": True},
+    }
     stream = server.client.completions.create(**settings, stream=True)
     for _, _chunk in zip(range(5), stream, strict=False):
         pass
@@ -200,7 +214,9 @@ def test_metrics_of_the_plugin_are_on_the_servers_page(server):
     server.client.completions.create(model=server.name, prompt="Hello", max_tokens=2, temperature=0)
     compiled = server.metric("vllm_neuron:graphs_compiled_total")
     assert compiled > 0 and server.metric("vllm_neuron:graph_executions_total") > 0
-    server.client.completions.create(model=server.name, prompt="Hello again", max_tokens=2, temperature=0.7, logprobs=1)
+    server.client.completions.create(
+        model=server.name, prompt="Hello again", max_tokens=2, temperature=0.7, logprobs=1
+    )
     assert server.metric("vllm_neuron:graphs_compiled_total") == compiled
 
 
@@ -212,6 +228,8 @@ def test_vllm_bench_serve_runs_against_it(server, tmp_path):
         "--num-prompts", "6", "--ignore-eos",
     ]
     # fmt: on
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=server_environment(), cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=server_environment(), cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"Successful requests:\s+6\b", done.stdout), done.stdout[-2000:]

@@ -40,7 +40,7 @@ def random_params(rng: np.random.Generator, room: int) -> SamplingParams:
         repetition_penalty=float(maybe(rng.uniform(0.5, 2.0), 1.0)),
         logprobs=maybe(int(rng.integers(0, 6)), None),
         prompt_logprobs=maybe(int(rng.integers(0, 6)), None),
-        logit_bias=maybe({str(rng.integers(3, 256)): 3.0}, None),
+        logit_bias=maybe({int(rng.integers(3, 256)): 3.0}, None),
         allowed_token_ids=maybe(rng.choice(253, 20, replace=False).tolist(), None),
         stop_token_ids=[int(token) for token in rng.integers(3, 256, 2)],
         min_tokens=min(least, room),
@@ -59,7 +59,9 @@ def test_200_mixed_requests_compile_nothing_and_give_every_block_back(tiny_both,
     widest = 0
     for number in range(NUM_REQUESTS):
         # The shortest and the longest prompt there are, then any length between.
-        length = {0: 1, 1: 255}.get(number, int(rng.integers(1, 256)) if rng.random() < 0.2 else int(rng.integers(1, 40)))
+        length = {0: 1, 1: 255}.get(
+            number, int(rng.integers(1, 256)) if rng.random() < 0.2 else int(rng.integers(1, 40))
+        )
         params = random_params(rng, room=256 - length)
         alive.add(engine.add(rng.integers(3, 256, length).tolist(), params))
         for _ in range(int(rng.integers(0, 3))):
@@ -95,7 +97,9 @@ def test_the_same_seed_gives_the_same_text_in_any_batch(tiny_both, make_prompts)
     engine = tiny_both
     prompts = make_prompts(12, 80, seed=5)
     params = [
-        SamplingParams(temperature=1.2, seed=100 + index, top_k=40 * (index % 2), max_tokens=20, ignore_eos=True)
+        SamplingParams(
+            temperature=1.2, seed=100 + index, top_k=40 * (index % 2), max_tokens=20, ignore_eos=True
+        )
         for index in range(len(prompts))
     ]
     together = engine.tokens(prompts, params)
@@ -108,7 +112,9 @@ def test_the_same_seed_gives_the_same_text_in_any_batch(tiny_both, make_prompts)
 def test_a_greedy_step_takes_the_graph_without_a_sampler(tiny, make_prompts, monkeypatch):
     variants: list[str] = []
     run = tiny.runner.executor.run
-    monkeypatch.setattr(tiny.runner.executor, "run", lambda b, v, values: (variants.append(v), run(b, v, values))[1])
+    monkeypatch.setattr(
+        tiny.runner.executor, "run", lambda b, v, values: (variants.append(v), run(b, v, values))[1]
+    )
     prompts = make_prompts(3, 30, seed=6)
     tiny.tokens(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert set(variants) == {"greedy"}

@@ -25,7 +25,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine(
-    engines: Any, tiny_llama: Path, engine_environment: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    engines: Any,
+    tiny_llama: Path,
+    engine_environment: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Any:
     """Started on an empty compile cache."""
     with pytest.MonkeyPatch.context() as patch:
@@ -38,7 +41,9 @@ def test_n2_warm_up_compiles_and_the_first_requests_do_not(engine, tiny_llama, m
     assert len(before) == 2
     # Both ranks run the same graphs: each is compiled by one of them and loaded by the other.
     assert sum(rank["compiled"] for rank in before) > 0
-    assert {rank["compiled"] + rank["loaded"] for rank in before} == {before[0]["compiled"] + before[0]["loaded"]}
+    assert {rank["compiled"] + rank["loaded"] for rank in before} == {
+        before[0]["compiled"] + before[0]["loaded"]
+    }
     (prompt,) = make_prompts(1, 1, seed=1)
     prompt = prompt * 100
     first, second = (engine.run([prompt], PARAMS)[0] for _ in range(2))
