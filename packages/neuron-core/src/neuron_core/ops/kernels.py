@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import shutil
@@ -33,7 +34,8 @@ _loaded: Path | None = None
 def load_kernels(directory: Path) -> Path:
     """Load the kernel library kept under ``directory``, building it there first if need be.
 
-    Later calls in the same process do nothing. Returns the library's path.
+    A directory that cannot be written is named in a warning and replaced by one for this process alone. Later
+    calls in the same process do nothing. Returns the library's path.
 
     Raises:
         CompileError: there is no C++ compiler, or it failed; its output is in the message.
@@ -46,16 +48,32 @@ def load_kernels(directory: Path) -> Path:
         raise CompileError(
             f"the CPU device builds its kernels with {compiler}, which is not on PATH: install it"
         )
-    entry = Path(directory) / "kernels" / _digest(compiler)
+    try:
+        library = _built(compiler, Path(directory))
+    except OSError as error:
+        private = Path(tempfile.mkdtemp(prefix="neuron-kernels-"))
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        log.warning(
+            "%s cannot hold the CPU kernels (%s); building them into %s for this process",
+            directory,
+            error,
+            private,
+        )
+        library = _built(compiler, private)
+    loader: Any = torch.ops
+    loader.load_library(str(library))
+    _loaded = library
+    return library
+
+
+def _built(compiler: str, directory: Path) -> Path:
+    entry = directory / "kernels" / _digest(compiler)
     library = entry / _LIBRARY
     if not _is_whole(library):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{entry}.lock"):
             if not _is_whole(library):
                 _build(compiler, entry)
-    loader: Any = torch.ops
-    loader.load_library(str(library))
-    _loaded = library
     return library
 
 
