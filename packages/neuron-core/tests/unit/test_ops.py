@@ -192,8 +192,8 @@ def test_norm_rotary_and_gate_equal_torchs_own_in_float32(dtype: torch.dtype, to
     query, key = both.split((4, 2), 1)  # views with a stride between tokens, as the qkv product leaves them
     angles = torch.rand(tokens, 8, generator=generator)
     turn = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-    for got, given in zip(ops.rotary(query, key, angles.cos(), angles.sin()), (query, key), strict=True):
-        turned = torch.complex(*given.float().chunk(2, -1)) * turn
+    for got, head in zip(ops.rotary(query, key, angles.cos(), angles.sin()), (query, key), strict=True):
+        turned = torch.complex(*head.float().chunk(2, -1)) * turn
         torch.testing.assert_close(got.float(), torch.cat((turned.real, turned.imag), -1), **close)
     torch.testing.assert_close(
         ops.rms_norm(query, weight[:16], 1e-5).float(), norm(query, weight[:16]), **close

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -24,9 +25,9 @@ SOURCES = Path(__file__).parent / "cpu"
 _LIBRARY = "libneuron_kernels.so"
 # Fused products only where the source asks for them would cost speed; the order of sums is fixed in the source.
 _FLAGS = (
-    "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
-    "-std=c++20", "-fPIC",
-)  # fmt: skip
+    *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-std=c++20", "-fPIC"),
+    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
+)
 _COMPILER = "g++"  # the one Inductor uses as well
 _loaded: Path | None = None
 
