@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import EngineArgs, SamplingParams
+from vllm import EngineArgs, SamplingParams, envs
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,6 +20,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What engines of the same test run left behind: vLLM's cache of its variables, and one it sets for workers."""
+    envs.disable_envs_cache()
+    monkeypatch.delenv("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", raising=False)
 
 
 def kv_cache_config(num_blocks: int) -> KVCacheConfig:
