@@ -139,7 +139,8 @@ def main() -> None:
         found["other"] = score(llm, json.loads(options.judge.read_text())["texts"])
     options.out.write_text(json.dumps(found))
     llm.llm_engine.engine_core.shutdown()
-    # vLLM's output thread still holds the last log-probability tensors; freed while the interpreter ends, they abort it.
+    # vLLM's output thread still holds the last log-probability tensors; freed while the interpreter ends, they
+    # abort it.
     os._exit(0)
 
 
