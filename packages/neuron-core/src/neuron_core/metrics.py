@@ -73,8 +73,7 @@ class NeuronMetrics:
     def register(self) -> None:
         """Make sure the registry holds the series.
 
-        vLLM removes every collector with ``vllm`` in its name when it makes its own logger in the same
-        process; call this after that.
+        A registry that something else has cleared does not; vLLM clears only its own series.
         """
         with _lock:
             self._collectors.register(self._registry)
@@ -87,13 +86,13 @@ class NeuronMetrics:
         """``count`` graphs of a bucket were loaded from the cache."""
         self._collectors.graphs_loaded.labels(*self._bucket(bucket_name)).inc(count)
 
-    def cache_hit(self) -> None:
-        """The compile cache held what was asked for."""
-        self._collectors.compile_cache_hits.labels(*self._rank).inc()
+    def cache_hit(self, count: int = 1) -> None:
+        """The compile cache held what was asked for, ``count`` times."""
+        self._collectors.compile_cache_hits.labels(*self._rank).inc(count)
 
-    def cache_miss(self) -> None:
-        """The compile cache did not hold what was asked for."""
-        self._collectors.compile_cache_misses.labels(*self._rank).inc()
+    def cache_miss(self, count: int = 1) -> None:
+        """The compile cache did not hold what was asked for, ``count`` times."""
+        self._collectors.compile_cache_misses.labels(*self._rank).inc(count)
 
     def bucket_ready(self, bucket_name: str, seconds: float) -> None:
         """A bucket's graphs took ``seconds`` to compile or load."""

@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 
 from neuron_core.errors import NeuronError
 from neuron_core.graphs.buckets import Phase
+from neuron_core.metrics import NeuronMetrics
 from vllm_neuron.config import bucket_plan, neuron_config
 
 __all__ = ["MixedStepError", "NeuronScheduler", "in_prefill"]
@@ -76,6 +77,7 @@ class NeuronScheduler(AsyncScheduler):
         self._consecutive_prefills = 0
         self._decode_steps = 0
         self._refusal: _Refusal | None = None
+        self._metrics = NeuronMetrics(self.vllm_config.model_config.served_model_name, 0)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One step of one phase; raises a ``NeuronError`` if it would mix phases or fit no compiled shape."""
@@ -87,6 +89,9 @@ class NeuronScheduler(AsyncScheduler):
             output = super().schedule(throttle_prefills)
         self._verify(output, phase, held)
         self._remember(output, phase, held)
+        self._metrics.kv_blocks(self.kv_cache_config.num_blocks - 1, self._num_free_blocks)
+        if output.preempted_req_ids:
+            self._metrics.preempted(len(output.preempted_req_ids))
         return output
 
     def _choose_phase(self, throttle_prefills: bool) -> Phase:

@@ -142,6 +142,9 @@ class NeuronWorker(WorkerBase):
         with WarmUpProgress(executor.builder.stats, self.metrics, shown=self.rank == 0) as progress:
             executor.compile(progress)
         seconds = time.perf_counter() - begun
+        looked_up = executor.builder.cache.counters
+        self.metrics.cache_hit(looked_up.hits)
+        self.metrics.cache_miss(looked_up.misses)
         if self.rank == 0:
             logger.info("%s", progress.summary(seconds))
         self.metrics.started(time.time() - psutil.Process().create_time())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import REGISTRY
 
 PREFILL, DECODE, NOTHING = "prefill", "decode", "-"
 
@@ -162,10 +163,16 @@ def test_prompt_that_finds_no_block_waits_while_decodes_run(make_scheduler):
     harness.check_idle()
 
 
+def series(harness, name):
+    labels = {"model_name": harness.scheduler.vllm_config.model_config.served_model_name, "rank_id": "0"}
+    return REGISTRY.get_sample_value(f"vllm_neuron:{name}", labels) or 0
+
+
 def test_preempted_request_comes_back_as_a_prefill_of_prompt_and_output(make_scheduler):
     # Four usable blocks, two requests of 30 tokens in two blocks each. Two decodes fill them; for a third, b
     # gives its blocks to `a`, and computes its 30 + 3 known tokens again when `a` is done.
     harness = make_scheduler(num_blocks=5)
+    preempted_before = series(harness, "preemptions_total")
     a = harness.add("a", 30, max_tokens=8)
     b = harness.add("b", 30, max_tokens=8)
     rows = run(harness, 4)
@@ -176,6 +183,9 @@ def test_preempted_request_comes_back_as_a_prefill_of_prompt_and_output(make_sch
         (DECODE, {"a": 1}),
     ]
     assert b.num_preemptions == 1 and a.num_preemptions == 0
+    assert series(harness, "preemptions_total") == preempted_before + 1
+    # `a` holds three of the four blocks: 33 tokens and the one that the step added.
+    assert (series(harness, "kv_blocks_total"), series(harness, "kv_blocks_free")) == (4, 1)
     resumed = next(row for row in (harness.row() for _ in range(20)) if "b" in row[1])
     assert resumed == (PREFILL, {"b": 33})
     harness.finish()

@@ -218,6 +218,16 @@ def test_metrics_of_the_plugin_are_on_the_servers_page(server):
         model=server.name, prompt="Hello again", max_tokens=2, temperature=0.7, logprobs=1
     )
     assert server.metric("vllm_neuron:graphs_compiled_total") == compiled
+    assert server.metric("vllm_neuron:compile_cache_misses_total") > 0
+    assert (
+        server.metric("vllm_neuron:startup_time_seconds")
+        > server.metric("vllm_neuron:model_load_time_seconds")
+        > 0
+    )
+    deadline = time.monotonic() + 30
+    while server.metric("vllm_neuron:kv_blocks_free") < server.metric("vllm_neuron:kv_blocks_total"):
+        assert time.monotonic() < deadline, "blocks are held though no request runs"
+        time.sleep(0.2)
 
 
 def test_vllm_bench_serve_runs_against_it(server, tmp_path):
