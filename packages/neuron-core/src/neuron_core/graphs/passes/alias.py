@@ -1,93 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which inputs a graph mutates, read from operator schemas."""
+"""Which inputs a graph mutates and which outputs are inputs, read from operator schemas."""
 
 from __future__ import annotations
-
-import operator
 
 import torch
 from torch import fx
 
 from neuron_core.errors import CompileError
 from neuron_core.graphs.capture import CapturedGraph, node_place
+from neuron_core.graphs.passes.schema import alias_source, input_name, mutated_inputs, storage_roots
 
-__all__ = ["AliasAnalysis", "alias_source", "mutated_argument", "storage_roots"]
-
-
-def mutated_argument(node: fx.Node) -> fx.Node | None:
-    """The argument a node writes in place, or None; raises ``CompileError`` when it writes more than one."""
-    schema = _schema(node)
-    if schema is None or not schema.is_mutable:
-        return None
-    written: list[fx.Node] = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            written.extend(item for item in _flat(value) if isinstance(item, fx.Node))
-    if len(written) > 1:
-        raise CompileError(
-            f"{node_place(node)}: {node.target} writes {len(written)} tensors; one is supported"
-        )
-    return written[0] if written else None
-
-
-def alias_source(node: fx.Node) -> fx.Node | None:
-    """The tensor a node's result shares storage with (a view, an in-place result, an item of a split)."""
-    if node.op != "call_function":
-        return None
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        parent = node.args[0]
-        return parent if alias_source(parent) is not None else None
-    schema = _schema(node)
-    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
-        return None
-    sets = schema.returns[0].alias_info.before_set
-    for index, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        # A list of views (split, unbind) has an anonymous alias set, and its source the wildcard one.
-        if info is not None and (info.before_set & sets or "*" in info.after_set):
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            return value if isinstance(value, fx.Node) else None
-    return None
-
-
-def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For every node the node that owns its storage: a placeholder or the operator that made it."""
-    roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        source = alias_source(node)
-        roots[node] = node if source is None else roots[source]
-    return roots
+__all__ = ["AliasAnalysis", "alias_source", "refuse_shared_writes"]
 
 
 class AliasAnalysis:
-    """Appends every mutated input to the outputs and records it in ``io_map {output: input}``.
+    """Appends every mutated input to the outputs, ``io_map {output: input}``, and finds outputs that are inputs.
 
     The part's own outputs keep their places; an input is appended once however often it is written. A write
-    through a view counts as a write of the whole input.
+    through a view counts as a write of the whole input. ``output_aliases {output: input}`` has the own outputs
+    that are all of an input nobody writes; an input has at most one alias in both maps together. Raises
+    ``CompileError`` when a written input shares memory with another one.
     """
 
     name = "alias_analysis"
 
     def run(self, graph: CapturedGraph) -> CapturedGraph:
-        """Scan once, in execution order."""
-        fx_graph = graph.module.graph
-        roots = storage_roots(fx_graph)
-        placeholders = {node: index for index, node in enumerate(graph.placeholders())}
-        mutated: dict[fx.Node, int] = {}
-        for node in fx_graph.nodes:
-            written = mutated_argument(node)
-            if written is not None and roots[written] in placeholders:
-                mutated[roots[written]] = placeholders[roots[written]]
-        outputs = graph.output_nodes()
-        graph.io_map = {len(outputs) + offset: index for offset, index in enumerate(mutated.values())}
-        fx_graph.output_node().args = ((*outputs, *mutated),)
+        """Scan once, in execution order; a graph that was analysed before stays as it is."""
+        if graph.io_map:
+            return graph
+        position = {node: index for index, node in enumerate(graph.placeholders())}
+        mutated = mutated_inputs(graph)
+        refuse_shared_writes(graph, mutated)
+        outputs = graph.output_nodes()[: graph.num_outputs]
+        roots = storage_roots(graph.module.graph)
+        graph.output_aliases = {}
+        for output, node in enumerate(outputs):
+            root = roots[node]
+            taken = root in mutated or position.get(root) in graph.output_aliases.values()
+            if root in position and not taken and _is_whole(node.meta["val"], root.meta["val"]):
+                graph.output_aliases[output] = position[root]
+        graph.io_map = {len(outputs) + offset: position[node] for offset, node in enumerate(mutated)}
+        graph.module.graph.output_node().args = ((*outputs, *mutated),)
         return graph
 
 
-def _schema(node: fx.Node) -> torch._C.FunctionSchema | None:
-    return getattr(node.target, "_schema", None) if node.op == "call_function" else None
+def refuse_shared_writes(graph: CapturedGraph, mutated: dict[fx.Node, fx.Node]) -> None:
+    """Raise ``CompileError`` naming both when a written input has elements in common with another one.
+
+    An identical input counts too while anything reads it: ``duplicate_inputs`` makes its readers read the other.
+    """
+    placeholders = graph.placeholders()
+    unmerged = [pair for pair in graph.shared.same_as.items() if placeholders[pair[0]].users]
+    for first, second in (*graph.shared.overlaps, *unmerged):
+        for written, other in ((first, second), (second, first)):
+            node = mutated.get(placeholders[written])
+            if node is not None:
+                advice = "run duplicate_inputs first" if (first, second) in unmerged else "pass a copy of one"
+                raise CompileError(
+                    f"{graph.label}: {node_place(node)} writes input {input_name(graph, written)}, which shares memory "
+                    f"with input {input_name(graph, other)}: {advice}"
+                )
 
 
-def _flat(value: object) -> list[object]:
-    return list(value) if isinstance(value, tuple | list) else [value]
+def _is_whole(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a view is its base: the same elements in the same shape, without a flipped bit."""
+    return (
+        view.shape == base.shape
+        and view.stride() == base.stride()
+        and view.storage_offset() == base.storage_offset()
+        and view.dtype == base.dtype
+        and view.is_conj() == base.is_conj()
+        and view.is_neg() == base.is_neg()
+    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from neuron_core.errors import ConfigError, unknown_name_hint
+from neuron_core.errors import CompileError, ConfigError, unknown_name_hint
 from neuron_core.graphs.capture import CapturedGraph
 from neuron_core.protocols import GraphPass
 
@@ -32,10 +32,18 @@ class PassManager:
         return tuple(graph_pass.name for graph_pass in self.passes)
 
     def run(self, graph: CapturedGraph) -> CapturedGraph:
-        """Run every pass on ``graph``; seconds per pass are left in ``graph.pass_seconds``."""
+        """Run every pass on ``graph``; seconds per pass are left in ``graph.pass_seconds``.
+
+        A ``CompileError`` of a pass is raised with the name of the part and its bucket.
+        """
         for graph_pass in self.passes:
             start = time.perf_counter()
-            graph = graph_pass.run(graph)
+            try:
+                graph = graph_pass.run(graph)
+            except CompileError as error:
+                if graph.label in str(error):
+                    raise
+                raise CompileError(f"{graph.label}: {error}") from error
             graph.module.graph.lint()
             graph.module.recompile()
             graph.pass_seconds[graph_pass.name] = time.perf_counter() - start

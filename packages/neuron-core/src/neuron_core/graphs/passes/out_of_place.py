@@ -7,6 +7,8 @@ the base, step by step; a later use of the base or of any view of it is made aga
 
 from __future__ import annotations
 
+import operator
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -14,8 +16,22 @@ from torch import fx
 
 from neuron_core.errors import CompileError
 from neuron_core.graphs.capture import CapturedGraph, node_place
-from neuron_core.graphs.passes.alias import alias_source, mutated_argument
-from neuron_core.graphs.passes.views import Emit, ViewStep, emitter, view_step
+from neuron_core.graphs.passes.emitter import Emit, emitter, evaluate, with_layout
+from neuron_core.graphs.passes.functional import functional_call, functional_twin
+from neuron_core.graphs.passes.memory import share_elements
+from neuron_core.graphs.passes.schema import (
+    Written,
+    alias_source,
+    changes_shape_in_place,
+    is_mutating,
+    mutated_inputs,
+    returned_argument,
+    view_in_place,
+    written_arguments,
+)
+from neuron_core.graphs.passes.strided import strided_steps
+from neuron_core.graphs.passes.views import ViewStep, item_step, step_of
+from neuron_core.graphs.passes.write_back import write_back
 
 __all__ = ["WRITES", "OutOfPlace", "functional_twin"]
 
@@ -23,147 +39,253 @@ WRITES = "neuron_writes"
 """Node meta key; names of ``(operator, view, previous)``: the node is ``previous`` with ``view`` replaced."""
 
 aten = torch.ops.aten
+_BUILTIN = ("aten", "prims")
 
 
 class OutOfPlace:
     """In-place to out-of-place: ``op_`` and ``ns::op_`` become ``op`` and ``ns::op``.
 
-    Raises ``CompileError`` naming node and source line for an operator without a functional twin and for a
-    write through a view that has no inverse.
+    Alias analysis has to run before it. Raises ``CompileError`` naming node and source line for an operator
+    without a functional form and for a write through a view that has no inverse.
     """
 
     name = "out_of_place"
 
     def run(self, graph: CapturedGraph) -> CapturedGraph:
         """Rewrite in execution order; afterwards no operator mutates anything."""
-        _Rewriter(graph).run()
-        graph.module.graph.eliminate_dead_code()
+        kept = [graph.placeholders()[index] for index in graph.io_map.values()]
+        for placeholder, node in mutated_inputs(graph).items():
+            if placeholder not in kept:
+                name = placeholder.meta.get("input_name", placeholder.name)
+                raise CompileError(
+                    f"{graph.label}: {node_place(node)} writes input {name!r}, whose new value is no output: run "
+                    f"alias_analysis before {self.name}"
+                )
+        if any(is_mutating(node) for node in graph.module.graph.nodes):
+            _Rewriter(graph).run()
+            graph.module.graph.eliminate_dead_code()
         for node in graph.module.graph.nodes:
-            if mutated_argument(node) is not None:
+            if is_mutating(node):
                 raise CompileError(f"{graph.label}: {node_place(node)} still mutates after {self.name}")
         return graph
 
 
-def functional_twin(node: fx.Node) -> Any:
-    """The functional overload of a mutating node's operator; raises ``CompileError`` if there is none."""
-    target: Any = node.target
-    namespace, _, name = target._schema.name.partition("::")
-    twin_name = (
-        name.removesuffix("_").removeprefix("_") if name == "_index_put_impl_" else name.removesuffix("_")
-    )
-    packet = getattr(getattr(torch.ops, namespace), twin_name, None) if name.endswith("_") else None
-    overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if overload is None:
-        raise CompileError(
-            f"{node_place(node)}: {target} is in place and has no functional twin {namespace}::{twin_name}"
-        )
-    return overload
+class _Tensor:
+    """A tensor of the captured program: the owner of a storage, or ``steps`` of the view ``parent``.
+
+    ``value`` is its node as of the moment its storage had the value ``seen``; ``captured`` the fake tensor it
+    was at capture.
+    """
+
+    def __init__(
+        self, node: fx.Node, parent: _Tensor | None = None, steps: tuple[ViewStep, ...] = ()
+    ) -> None:
+        self.node, self.value = node, node
+        self.captured: Any = node.meta["val"]
+        self.parent, self.steps = parent, steps
+        self.root: _Tensor = self if parent is None else parent.root
+        self.seen: fx.Node | None = self.root.value
+
+    @property
+    def fresh(self) -> bool:
+        return self.parent is None or self.seen is self.root.value
+
+    def set(self, value: fx.Node) -> None:
+        self.value, self.seen = value, self.root.value
 
 
 class _Rewriter:
     def __init__(self, graph: CapturedGraph) -> None:
         self._graph = graph
         self._fx = graph.module.graph
-        self._base: dict[fx.Node, fx.Node] = {}
-        self._steps: dict[fx.Node, tuple[ViewStep, ...]] = {}
-        self._current: dict[fx.Node, fx.Node] = {}
-        self._version: dict[fx.Node, int] = {}
-        # Per alias: the version of its base it was last computed for, and the node that holds it.
-        self._latest: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self._tensors: dict[fx.Node, _Tensor] = {}
+        # Of an operator that writes and has several results: what each result is.
+        self._results: dict[fx.Node, list[_Tensor]] = {}
+        # Nodes whose strides are no longer those of capture.
+        self._moved: set[fx.Node] = set()
 
     def run(self) -> None:
-        for node in list(self._fx.nodes):
-            if node.op == "placeholder":
-                self._own(node)
+        captured = list(self._fx.nodes)
+        for node in captured:
+            if node.op == "call_function":
+                self._visit(node)
             elif node.op == "output":
                 self._refresh_arguments(node)
-            elif node.op == "call_function":
-                self._visit(node)
+            else:
+                self._tensors[node] = _Tensor(node)
         # Dead-code elimination keeps mutating nodes, so they and the stale views of them go here.
-        for node in reversed(list(self._fx.nodes)):
-            stale = node.op == "call_function" and not node.users
-            if stale and (mutated_argument(node) is not None or alias_source(node) is not None):
+        for node in reversed(captured):
+            if node.op == "call_function" and not node.users and self._is_replaced(node):
                 self._fx.erase_node(node)
 
-    def _own(self, node: fx.Node) -> None:
-        self._base[node], self._steps[node] = node, ()
-        self._current[node], self._version[node] = node, 0
-        self._latest[node] = (0, node)
+    def _is_replaced(self, node: fx.Node) -> bool:
+        is_result = node.target is operator.getitem and node.args[0] in self._results
+        return is_result or is_mutating(node) or alias_source(node) is not None
 
     def _visit(self, node: fx.Node) -> None:
-        written = mutated_argument(node)
+        if node.target is operator.getitem and node.args[0] in self._results:
+            assert isinstance(node.args[0], fx.Node) and isinstance(node.args[1], int)
+            self._tensors[node] = self._results[node.args[0]][node.args[1]]
+            return
         source = alias_source(node)
-        if written is not None:
+        if changes_shape_in_place(node):
+            target = view_in_place(node)
+            assert source is not None
+            self._refuse_input(node, source)
+            self._view(node, source, target)
+        elif written := written_arguments(node):
             self._write(node, written)
         elif source is None:
-            self._refresh_arguments(node)
-            self._own(node)
+            self._pure(node)
         elif isinstance(node.meta["val"], tuple | list):
-            # The list itself is never read after a write: its items are made again as slices of the base.
-            self._base[node], self._steps[node] = self._base[source], self._steps[source]
-            self._refresh_arguments(node)
-            self._latest[node] = (self._version[self._base[node]], node)
+            # The list itself is never read after a write: its items are made again as slices of the source.
+            changed = self._refresh_arguments(node)
+            self._tensors[node] = _Tensor(node, self._tensors[source])
+            if changed or source in self._moved:
+                self._tensors[node].seen = None
         else:
-            self._base[node] = self._base[source]
-            self._steps[node] = (*self._steps[source], view_step(node))
-            self._view(node)
+            self._view(node, source, node.target)
 
-    def _view(self, node: fx.Node) -> None:
-        version = self._version[self._base[node]]
-        if version == 0:
-            self._latest[node] = (0, node)
+    def _emitter(self, place: fx.Node, cause: fx.Node | None = None) -> Emit:
+        return emitter(self._fx, self._graph.fake_mode, place, cause)
+
+    def _pure(self, node: fx.Node) -> None:
+        """Other strides of an argument may change those of the result, on which later views rely."""
+        changed = self._refresh_arguments(node)
+        tensor = self._tensors[node] = _Tensor(node)
+        if not changed and not any(argument in self._moved for argument in node.all_input_nodes):
             return
-        # A view taken after a write: the captured node reads the old value.
-        self._latest[node] = (-1, node)
-        self._fresh(node, emitter(self._fx, self._graph.fake_mode, node))
+        node.meta["val"] = evaluate(node, self._graph.fake_mode)
+        if isinstance(tensor.captured, torch.Tensor):
+            tensor.value = with_layout(self._emitter(node.next, node), node, tensor.captured)
+            if tensor.value is not node or node.meta["val"].stride() == tensor.captured.stride():
+                return
+        self._moved.add(node)
 
-    def _refresh_arguments(self, node: fx.Node) -> None:
-        emit = emitter(self._fx, self._graph.fake_mode, node)
+    def _view(self, node: fx.Node, source: fx.Node, target: Any) -> None:
+        emit = self._emitter(node)
+        steps: tuple[ViewStep, ...]
+        if node.target is operator.getitem:
+            views = self._tensors[node.all_input_nodes[0]]
+            assert views.parent is not None
+            current, parent, steps = views.fresh, views.parent, (item_step(node),)
+        elif target is aten.as_strided.default:
+            current, parent = False, self._tensors[source].root
+            steps = strided_steps(node, parent.captured)
+        else:
+            parent = self._tensors[source]
+            current = self._fresh(parent, emit) is source and target is node.target
+            steps = (step_of(node, target),)
+        tensor = _Tensor(node, parent, steps)
+        self._tensors[node] = tensor
+        if not current or source in self._moved:
+            tensor.seen = None
+            self._fresh(tensor, emit)
+
+    def _refresh_arguments(self, node: fx.Node) -> bool:
+        emit = self._emitter(node)
+        old = node.args, node.kwargs
 
         def fresh(argument: fx.Node) -> fx.Node:
-            return self._fresh(argument, emit)
+            return self._fresh(self._tensors[argument], emit)
 
         node.args = fx.node.map_arg(node.args, fresh)
         node.kwargs = fx.node.map_arg(node.kwargs, fresh)
+        return (node.args, node.kwargs) != old
 
-    def _fresh(self, node: fx.Node, emit: Emit) -> fx.Node:
-        base = self._base[node]
-        version, value = self._latest[node]
-        if version != self._version[base]:
-            value = self._current[base]
-            for step in self._steps[node]:
+    def _fresh(self, tensor: _Tensor, emit: Emit) -> fx.Node:
+        if not tensor.fresh:
+            assert tensor.parent is not None
+            value = self._fresh(tensor.parent, emit)
+            for step in tensor.steps:
                 value = step.forward(emit, value)
-            self._latest[node] = (self._version[base], value)
-        return value
+            tensor.set(value)
+        return tensor.value
 
-    def _write(self, node: fx.Node, written: fx.Node) -> None:
-        emit = emitter(self._fx, self._graph.fake_mode, node)
-        base, steps = self._base[written], self._steps[written]
-        view = self._fresh(written, emit)
+    def _rederive(self, tensor: _Tensor, emit: Emit) -> None:
+        """Make a view again from its base although a value is at hand, so that it is a view of memory."""
+        if tensor.parent is not None:
+            self._rederive(tensor.parent, emit)
+            tensor.seen = None
+            self._fresh(tensor, emit)
+
+    def _write(self, node: fx.Node, written: tuple[Written, ...]) -> None:
+        emit = self._emitter(node)
+        tensors = [self._tensors[argument.node] for argument in written]
+        self._refuse_overlap(node, written)
+        for tensor in tensors if node.target.namespace not in _BUILTIN else ():  # type: ignore[union-attr]
+            self._rederive(tensor, emit)
+        views = [self._fresh(tensor, emit) for tensor in tensors]
+        schema: Any = node.target._schema  # type: ignore[union-attr]
+        sources = [returned_argument(node, index) for index in range(len(schema.returns))]
+        aliases = [None if source is None else self._tensors[source] for source in sources]
         self._refresh_arguments(node)
-        value = self._functional(node, view, emit)
-        previous = self._current[base]
-        chain = [previous]
-        for step in steps[:-1]:
-            chain.append(step.forward(emit, chain[-1]))
-        updated = value
-        for step, source in zip(reversed(steps), reversed(chain), strict=True) if steps else ():
-            updated = step.write_back(emit, source, updated)
-        updated.meta[WRITES] = (value.name, view.name, previous.name)
-        self._version[base] += 1
-        self._current[base] = updated
-        self._latest[base] = (self._version[base], updated)
-        self._latest[written] = (self._version[base], value)
-        self._base[node], self._steps[node] = base, steps
-        self._latest[node] = self._latest[written]
+        own, values = functional_call(emit, node)
+        for tensor, view, value in zip(tensors, views, values, strict=True):
+            self._store(node, tensor, view, _conform(emit, node, view, value))
+        fresh = iter(own)
+        results = [_Tensor(next(fresh)) if alias is None else alias for alias in aliases]
+        if len(results) == 1:
+            self._tensors[node] = results[0]
+        else:
+            self._results[node] = results
 
-    def _functional(self, node: fx.Node, view: fx.Node, emit: Emit) -> fx.Node:
-        target: Any = node.target
-        old = view.meta["val"]
-        value = emit(functional_twin(node), *node.args, **node.kwargs)
-        new = value.meta["val"]
-        if not isinstance(new, torch.Tensor) or new.shape != old.shape:
-            raise CompileError(f"{node_place(node)}: the functional twin of {target} returns another shape")
-        if new.dtype != old.dtype:
-            value = emit(aten._to_copy.default, value, dtype=old.dtype)
-        return value
+    def _store(self, node: fx.Node, tensor: _Tensor, view: fx.Node, value: fx.Node) -> None:
+        """Make ``value`` the current value of a tensor, and what follows from it that of its base."""
+        emit = self._emitter(node)
+        root, previous, written = tensor.root, tensor.root.value, value.name
+        value = with_layout(emit, value, tensor.captured)
+        path: list[_Tensor] = []
+        at = tensor
+        while at.parent is not None:
+            path.insert(0, at)
+            at = at.parent
+        steps: list[ViewStep] = []
+        sources: list[fx.Node] = []
+        parents: list[tuple[int, _Tensor]] = []
+        for item in path:
+            assert item.parent is not None
+            parents.append((len(steps), item.parent))
+            source = self._fresh(item.parent, emit)
+            for position, step in enumerate(item.steps):
+                if position > 0:
+                    source = item.steps[position - 1].forward(emit, source)
+                steps.append(step)
+                sources.append(source)
+        updates = [*write_back(emit, node, steps, sources, value), value]
+        whole = updates[0]
+        assert whole is not None
+        updated = with_layout(emit, whole, root.captured)
+        updated.meta[WRITES] = (written, view.name, previous.name)
+        root.value = updated
+        for position, parent in parents:
+            update = updates[position]
+            if parent.parent is not None and update is not None:
+                parent.set(update)
+        if tensor is not root:
+            tensor.set(value)
+
+    def _refuse_input(self, node: fx.Node, source: fx.Node) -> None:
+        before, after = self._tensors[source].captured, node.meta["val"]
+        same = before.shape == after.shape and before.stride() == after.stride()
+        if self._tensors[source].node.op == "placeholder" and not same:
+            raise CompileError(
+                f"{node_place(node)}: {node.target} changes the shape of an input, which its owner would not see; "
+                "use the operator that returns a view"
+            )
+
+    def _refuse_overlap(self, node: fx.Node, written: tuple[Written, ...]) -> None:
+        for first, second in combinations(written, 2):
+            same = self._tensors[first.node].root is self._tensors[second.node].root
+            if same and share_elements(first.node.meta["val"], second.node.meta["val"]):
+                raise CompileError(
+                    f"{node_place(node)}: {node.target} writes {first.node.name} and {second.node.name}, which share "
+                    "elements"
+                )
+
+
+def _conform(emit: Emit, node: fx.Node, view: fx.Node, value: fx.Node) -> fx.Node:
+    old, new = view.meta["val"], value.meta["val"]
+    if not isinstance(new, torch.Tensor) or new.shape != old.shape:
+        raise CompileError(f"{node_place(node)}: the functional twin of {node.target} returns another shape")
+    return value if new.dtype == old.dtype else emit(aten._to_copy.default, value, dtype=old.dtype)
