@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,21 @@ from pathlib import Path
 from neuron_core.devices.chips import chip_for_target
 from neuron_core.errors import ConfigError, unknown_name_hint
 
-__all__ = ["KNOWN_NAMES", "Environment", "export", "unknown_names"]
+__all__ = ["KNOWN_NAMES", "Environment", "export", "size_in_bytes", "snapshot", "unknown_names"]
 
 PREFIX = "VLLM_NEURON_"
 
 KNOWN_NAMES = (
     "VLLM_NEURON_DEVICE",
     "VLLM_NEURON_CACHE_DIR",
+    "VLLM_NEURON_CACHE_MAX_SIZE",
     "VLLM_NEURON_REMOTE_CACHE",
+    "VLLM_NEURON_REMOTE_TIMEOUT",
+    "VLLM_NEURON_TRUSTED_DIGESTS",
+    "VLLM_NEURON_TRUSTED_KEYS",
     "VLLM_NEURON_REQUIRE_COMPILED",
+    "VLLM_NEURON_RETRY_FAILED",
+    "VLLM_NEURON_COMPILE_JOBS",
     "VLLM_NEURON_CPU_COMPILE",
     "NEURON_PLATFORM_TARGET_OVERRIDE",
     "NEURON_VISIBLE_DEVICES",
@@ -36,7 +43,9 @@ _WARM_UP_HINT = (
 
 INERT_NAMES: dict[str, str] = {
     "NEURON_COMPILED_ARTIFACTS": "compiled graphs are kept in VLLM_NEURON_CACHE_DIR",
-    "NEURON_LIBTORCH_REMOTE_CACHE": "compiled graphs are kept in VLLM_NEURON_CACHE_DIR",
+    "NEURON_LIBTORCH_REMOTE_CACHE": "use VLLM_NEURON_REMOTE_CACHE",
+    "NEURON_COMPILE_CACHE_URL": "use VLLM_NEURON_CACHE_DIR, and VLLM_NEURON_REMOTE_CACHE for a shared one",
+    "NEURON_LIBTORCH_COMPILATION_TIMEOUT": "a compile may take as long as it needs; others wait and say for whom",
     "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE": "to compile afresh, use an empty VLLM_NEURON_CACHE_DIR",
     "VLLM_NEURON_BACKEND": "the compiler follows from the device; remove it",
     "VLLM_NEURON_CPU_MODE": "use VLLM_NEURON_DEVICE=cpu",
@@ -59,11 +68,22 @@ class Environment:
 
     ``device`` forces a device; None lets discovery choose. ``visible_devices`` are the logical cores the
     ranks on this host may use, in rank order. ``visible_cores`` is what the user set for the runtime itself.
+    ``cache_max_bytes`` None lets the compile cache grow; ``remote_timeout_s`` bounds each call to the remote one;
+    ``trusted_digests`` and ``trusted_keys`` say which of its entries may be loaded. ``cpu_compile`` compiles and
+    stops instead of serving. ``compile_jobs`` None is one compile per CPU of this process.
     """
 
     device: str | None
     cache_dir: Path
+    cache_max_bytes: int | None
+    remote_cache: str | None
+    remote_timeout_s: float
+    trusted_digests: Path | None
+    trusted_keys: tuple[Path, ...]
     require_compiled: bool
+    retry_failed: bool
+    cpu_compile: bool
+    compile_jobs: int | None
     platform_target: str | None
     visible_devices: tuple[int, ...] | None
     visible_cores: str | None
@@ -76,11 +96,22 @@ class Environment:
         Raises ``ConfigError`` for a wrong value.
         """
         values = {name: value.strip() for name, value in mapping.items() if value.strip()}
-        _refuse_unsupported(values)
+        cpu_compile = _flag("VLLM_NEURON_CPU_COMPILE", values)
+        if cpu_compile and "NEURON_PLATFORM_TARGET_OVERRIDE" not in values:
+            hint = "needs NEURON_PLATFORM_TARGET_OVERRIDE, the chip to compile for: cpu, trn2 or trn3"
+            raise ConfigError("VLLM_NEURON_CPU_COMPILE", values["VLLM_NEURON_CPU_COMPILE"], hint)
         return cls(
             device=_device(values),
             cache_dir=_cache_dir(values),
+            cache_max_bytes=_size("VLLM_NEURON_CACHE_MAX_SIZE", values),
+            remote_cache=values.get("VLLM_NEURON_REMOTE_CACHE"),
+            remote_timeout_s=_seconds("VLLM_NEURON_REMOTE_TIMEOUT", values, 10.0),
+            trusted_digests=_file("VLLM_NEURON_TRUSTED_DIGESTS", values.get("VLLM_NEURON_TRUSTED_DIGESTS")),
+            trusted_keys=_files("VLLM_NEURON_TRUSTED_KEYS", values),
             require_compiled=_flag("VLLM_NEURON_REQUIRE_COMPILED", values),
+            retry_failed=_flag("VLLM_NEURON_RETRY_FAILED", values),
+            cpu_compile=cpu_compile,
+            compile_jobs=_count("VLLM_NEURON_COMPILE_JOBS", values),
             platform_target=_platform_target(values),
             visible_devices=_visible_devices(values),
             visible_cores=values.get("NEURON_RT_VISIBLE_CORES"),
@@ -103,6 +134,11 @@ def export(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def snapshot() -> dict[str, str]:
+    """Every variable of this process as it is now."""
+    return dict(os.environ)
+
+
 def unknown_names(mapping: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that are set and do nothing here: name -> one sentence saying so and what to use instead.
 
@@ -120,14 +156,50 @@ def unknown_names(mapping: Mapping[str, str] = os.environ) -> dict[str, str]:
     return found
 
 
-def _refuse_unsupported(values: Mapping[str, str]) -> None:
-    remote = values.get("VLLM_NEURON_REMOTE_CACHE")
-    if remote is not None:
-        hint = "a remote cache is not supported yet; unset it and use VLLM_NEURON_CACHE_DIR"
-        raise ConfigError("VLLM_NEURON_REMOTE_CACHE", remote, hint)
-    if _flag("VLLM_NEURON_CPU_COMPILE", values):
-        hint = "compiling for Neuron without a device is not supported yet; unset it (0 works)"
-        raise ConfigError("VLLM_NEURON_CPU_COMPILE", values["VLLM_NEURON_CPU_COMPILE"], hint)
+def size_in_bytes(setting: str, text: str) -> int:
+    """Bytes of a size such as ``20GiB``, ``500MB`` or ``1048576``; raises ``ConfigError`` for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(setting, text, "is not a size; 20GiB works")
+    number, prefix, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def _size(name: str, values: Mapping[str, str]) -> int | None:
+    return size_in_bytes(name, values[name]) if name in values else None
+
+
+def _seconds(name: str, values: Mapping[str, str], default: float) -> float:
+    text = values.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 < seconds < float("inf"):
+        raise ConfigError(name, text, "must be a number of seconds above 0; 10 works")
+    return seconds
+
+
+def _count(name: str, values: Mapping[str, str]) -> int | None:
+    text = values.get(name)
+    if text is not None and (not text.isdecimal() or int(text) < 1):
+        raise ConfigError(name, text, "must be a whole number of at least 1; 1 works")
+    return None if text is None else int(text)
+
+
+def _file(name: str, text: str | None) -> Path | None:
+    if text is None:
+        return None
+    path = Path(text).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(name, text, "is no file; name an existing one")
+    return path
+
+
+def _files(name: str, values: Mapping[str, str]) -> tuple[Path, ...]:
+    parts = [part for part in values.get(name, "").split(os.pathsep) if part]
+    return tuple(path for part in parts if (path := _file(name, part)) is not None)
 
 
 def _device(values: Mapping[str, str]) -> str | None:
@@ -161,7 +233,7 @@ def _flag(name: str, values: Mapping[str, str]) -> bool:
 
 def _platform_target(values: Mapping[str, str]) -> str | None:
     target = values.get("NEURON_PLATFORM_TARGET_OVERRIDE")
-    if target is not None:
+    if target is not None and target != "cpu":
         chip_for_target(target)
     return target
 

@@ -2,35 +2,60 @@
 """Environment variables: every one is read, checked or named, none is ignored in silence."""
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 import neuron_core
-from neuron_core.environ import INERT_NAMES, KNOWN_NAMES, Environment, unknown_names
+from neuron_core.environ import INERT_NAMES, KNOWN_NAMES, Environment, size_in_bytes, unknown_names
 from neuron_core.errors import ConfigError
 
 
 def test_nothing_set_gives_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     read = Environment.read({})
-    assert read == Environment(None, tmp_path / ".cache/vllm/neuron", False, None, None, None, None)
+    unset = dict.fromkeys(field.name for field in dataclasses.fields(Environment))
+    off = dict.fromkeys(("require_compiled", "retry_failed", "cpu_compile"), False)
+    cache = {"cache_dir": tmp_path / ".cache/vllm/neuron", "remote_timeout_s": 10.0, "trusted_keys": ()}
+    assert dataclasses.asdict(read) == unset | off | cache
 
 
 def test_every_setting_is_read(tmp_path: Path) -> None:
-    read = Environment.read(
-        {
-            "VLLM_NEURON_DEVICE": "neuron",
-            "VLLM_NEURON_CACHE_DIR": str(tmp_path / "new"),
-            "VLLM_NEURON_REQUIRE_COMPILED": "1",
-            "VLLM_NEURON_CPU_COMPILE": "0",
-            "NEURON_PLATFORM_TARGET_OVERRIDE": "trn3-rev2",
-            "NEURON_VISIBLE_DEVICES": "0, 2,4-6",
-            "NEURON_RT_VISIBLE_CORES": "0-3",
-            "NEURON_LOGICAL_NC_CONFIG": "2",
-        }
-    )
-    assert read == Environment("neuron", tmp_path / "new", True, "trn3-rev2", (0, 2, 4, 5, 6), "0-3", 2)
+    for name in ("digests", "one.pem", "two.pem"):
+        (tmp_path / name).write_text("")
+    values = {
+        "VLLM_NEURON_DEVICE": ("neuron", "device", "neuron"),
+        "VLLM_NEURON_CACHE_DIR": (str(tmp_path / "new"), "cache_dir", tmp_path / "new"),
+        "VLLM_NEURON_CACHE_MAX_SIZE": ("1.5GiB", "cache_max_bytes", 3 << 29),
+        "VLLM_NEURON_REMOTE_CACHE": ("s3://bucket/x", "remote_cache", "s3://bucket/x"),
+        "VLLM_NEURON_REMOTE_TIMEOUT": ("2.5", "remote_timeout_s", 2.5),
+        "VLLM_NEURON_TRUSTED_DIGESTS": (f"{tmp_path}/digests", "trusted_digests", tmp_path / "digests"),
+        "VLLM_NEURON_TRUSTED_KEYS": (
+            f"{tmp_path}/one.pem:{tmp_path}/two.pem",
+            "trusted_keys",
+            (tmp_path / "one.pem", tmp_path / "two.pem"),
+        ),
+        "VLLM_NEURON_REQUIRE_COMPILED": ("1", "require_compiled", True),
+        "VLLM_NEURON_RETRY_FAILED": ("1", "retry_failed", True),
+        "VLLM_NEURON_CPU_COMPILE": ("1", "cpu_compile", True),
+        "VLLM_NEURON_COMPILE_JOBS": ("3", "compile_jobs", 3),
+        "NEURON_PLATFORM_TARGET_OVERRIDE": ("trn3-rev2", "platform_target", "trn3-rev2"),
+        "NEURON_VISIBLE_DEVICES": ("0, 2,4-6", "visible_devices", (0, 2, 4, 5, 6)),
+        "NEURON_RT_VISIBLE_CORES": ("0-3", "visible_cores", "0-3"),
+        "NEURON_LOGICAL_NC_CONFIG": ("2", "logical_nc_config", 2),
+    }
+    assert values.keys() >= set(KNOWN_NAMES)
+    read = Environment.read({name: text for name, (text, _, _) in values.items()})
+    assert dataclasses.asdict(read) == {field: value for _, field, value in values.values()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4096", 4096), ("2KB", 2000), ("2KiB", 2048), ("3 gib", 3 << 30), ("1.5T", 1_500_000_000_000)],
+)
+def test_sizes_have_decimal_and_binary_units(text: str, expected: int) -> None:
+    assert size_in_bytes("size", text) == expected
 
 
 @pytest.mark.parametrize(
@@ -52,8 +77,13 @@ def test_cache_directory_follows_vllm(variables: dict[str, str], expected: str) 
         ("VLLM_NEURON_DEVICE", "neurn", "did you mean 'neuron'?"),
         ("VLLM_NEURON_DEVICE", "gpu", "cpu"),
         ("VLLM_NEURON_REQUIRE_COMPILED", "maybe", "must be 0 or 1"),
-        ("VLLM_NEURON_REMOTE_CACHE", "s3://bucket/x", "not supported yet"),
-        ("VLLM_NEURON_CPU_COMPILE", "1", "not supported yet"),
+        ("VLLM_NEURON_CPU_COMPILE", "1", "needs NEURON_PLATFORM_TARGET_OVERRIDE"),
+        ("VLLM_NEURON_CACHE_MAX_SIZE", "much", "20GiB"),
+        ("VLLM_NEURON_REMOTE_TIMEOUT", "-1", "above 0"),
+        ("VLLM_NEURON_REMOTE_TIMEOUT", "nan", "above 0"),
+        ("VLLM_NEURON_COMPILE_JOBS", "0", "at least 1"),
+        ("VLLM_NEURON_TRUSTED_DIGESTS", "/nowhere/list", "is no file"),
+        ("VLLM_NEURON_TRUSTED_KEYS", "/nowhere/key.pem", "is no file"),
         ("VLLM_NEURON_CPU_COMPILE", "yes", "must be 0 or 1"),
         ("NEURON_PLATFORM_TARGET_OVERRIDE", "trn22", "did you mean 'trn2'?"),
         ("NEURON_VISIBLE_DEVICES", "0,x", "'x'"),
