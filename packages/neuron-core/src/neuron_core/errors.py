@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "NeuronError",
+    "NotCompiledError",
     "UncompiledShapeError",
     "nearest_name",
     "unknown_name_hint",
@@ -42,7 +43,18 @@ class ConfigError(NeuronError, ValueError):
 
 
 class CompileError(NeuronError):
-    """A graph could not be captured, transformed or compiled."""
+    """A graph could not be captured, transformed or compiled.
+
+    ``recordable`` says whether trying again unchanged would fail again, so that the cache may remember it.
+    """
+
+    recordable = True
+
+
+class NotCompiledError(CompileError):
+    """A graph is not in the compile cache and compiling is forbidden."""
+
+    recordable = False
 
 
 class UncompiledShapeError(NeuronError):

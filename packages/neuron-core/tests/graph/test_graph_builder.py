@@ -283,3 +283,89 @@ def test_under_require_compiled_only_a_warm_cache_serves_and_a_miss_is_named(tmp
     warm = GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path), require_compiled=True)
     warm.build(program, specs)
     assert (warm.stats.compiled, warm.stats.loaded) == (0, 1)
+
+
+class Scale(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_a_miss_is_logged_with_the_components_that_differ(tmp_path, cpu_device, caplog):
+    caplog.set_level("INFO", "neuron_core.graphs.build")
+    specs = {"x": ((2, 4), torch.float32)}
+    for factor in (2.0, 3.0):
+        program = Program((Part("scale", Scale(factor), ("x",), ("y",)),), ("y",))
+        GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path)).build(
+            program, specs, bucket="decode_b2"
+        )
+    first, second = (
+        record.getMessage() for record in caplog.records if "compiled decode_b2" in record.getMessage()
+    )
+    assert first.endswith("the cache had no graph of this part and bucket")
+    assert second.endswith("in graph")
+    other = {"x": ((3, 4), torch.float32)}
+    GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path)).build(program, other, bucket="decode_b2")
+    assert caplog.records[-1].getMessage().endswith("in inputs")
+
+
+class Refusing(FxCompiler):
+    """Fails until it is healed."""
+
+    healed = False
+
+    def compile(self, graph, staging):
+        if not self.healed:
+            raise CompileError(f"{graph.label}: out of patience")
+        super().compile(graph, staging)
+
+
+def test_a_failed_compile_is_remembered_until_a_retry_is_asked_for(tmp_path, cpu_device):
+    program = Program((Part("scale", Scale(2.0), ("x",), ("y",)),), ("y",))
+    specs = {"x": ((2, 4), torch.float32)}
+    compiler = Refusing()
+    with pytest.raises(CompileError, match="out of patience"):
+        GraphBuilder(cpu_device, compiler, CompileCache(tmp_path)).build(program, specs, bucket="decode_b2")
+    compiler.healed = True
+    with pytest.raises(CompileError, match="out of patience"):
+        GraphBuilder(cpu_device, compiler, CompileCache(tmp_path)).build(program, specs, bucket="decode_b2")
+    (failure,) = CompileCache(tmp_path).failures()
+    assert (failure.facts["part"], failure.facts["bucket"], failure.facts["compiler"]) == (
+        "scale",
+        "decode_b2",
+        "fx",
+    )
+    builder = GraphBuilder(cpu_device, compiler, CompileCache(tmp_path), retry_failed=True)
+    builder.build(program, specs, bucket="decode_b2")
+    assert builder.stats.compiled == 1 and not CompileCache(tmp_path).failures()
+
+
+def test_what_is_not_compiled_because_it_may_not_be_is_not_remembered_as_a_failure(tmp_path, cpu_device):
+    program = Program((Part("scale", Scale(2.0), ("x",), ("y",)),), ("y",))
+    specs = {"x": ((2, 4), torch.float32)}
+    with pytest.raises(CompileError):
+        GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path), require_compiled=True).build(
+            program, specs
+        )
+    assert not CompileCache(tmp_path).failures()
+    assert (
+        GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path))
+        .build(program, specs)
+        .graphs[0]
+        .compiled
+    )
+
+
+def test_a_builder_that_does_not_load_compiles_for_another_host(tmp_path, cpu_device):
+    program = Program((Part("scale", Scale(2.0), ("x",), ("y",)),), ("y",))
+    specs = {"x": ((2, 4), torch.float32)}
+    ahead = GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path), load=False).build(program, specs)
+    with pytest.raises(CompileError, match="load=True"):
+        ahead({"x": torch.ones(2, 4)})
+    served = GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path), require_compiled=True).build(
+        program, specs
+    )
+    assert torch.equal(served({"x": torch.ones(2, 4)})["y"], torch.full((2, 4), 2.0))

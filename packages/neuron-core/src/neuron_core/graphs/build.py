@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from neuron_core.devices.host import ALLOWED_CPUS
-from neuron_core.errors import CacheError, CompileError
+from neuron_core.errors import CacheError, CompileError, NotCompiledError
 from neuron_core.graphs.cache import CacheEntry, CompileCache
 from neuron_core.graphs.capture import CapturedGraph, capture
 from neuron_core.graphs.compiled import CompiledGraph, CompiledProgram
-from neuron_core.graphs.key import graph_key
+from neuron_core.graphs.key import canonical_text, graph_key, key_facts
+from neuron_core.graphs.miss import explain_miss
 from neuron_core.graphs.passes import PassManager, default_passes
 from neuron_core.graphs.program import KV_PREFIX, Part, Program, TensorSpec
 from neuron_core.graphs.requests import GraphRecord, request_key
@@ -32,11 +33,14 @@ __all__ = ["CANONICAL_NUM_BLOCKS", "BuildStats", "GraphBuilder", "PendingProgram
 CANONICAL_NUM_BLOCKS = 1009
 """Stand-in for the number of KV blocks in capture: a prime, so that a shape derived from it is recognised."""
 
+GRAPH_TEXT = "graph.txt"
+"""File of an entry with the canonical graph, to show what differs between two keys."""
+
 Progress = Callable[[int, int, str, float], None]
 """``on_progress(done, total, what, seconds)`` after each distinct graph of a program is ready."""
 
-Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of every input of a program, by name; inputs are row-major."""
+Specs = Mapping[str, TensorSpec | tuple[tuple[int, ...], torch.dtype]]
+"""Every input of a program by name; shape and dtype alone mean row-major."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,8 @@ logger = logging.getLogger(__name__)
 class BuildStats:
     """Counts of distinct graphs: captured, compiled here, loaded ready-made; and parts that shared one.
 
-    ``seconds`` is work done per bucket (capture, compile and load), which overlaps when several jobs run.
+    ``seconds`` is work done per bucket and ``spent`` per kind (``capture``, ``compile``, ``artifact load``); both
+    overlap in time when several jobs run.
     """
 
     captured: int = 0
@@ -53,10 +58,12 @@ class BuildStats:
     loaded: int = 0
     shared: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
 
-    def spend(self, bucket: str, seconds: float) -> None:
-        """Add work to a bucket."""
+    def spend(self, bucket: str, kind: str, seconds: float) -> None:
+        """Add work of a kind to a bucket."""
         self.seconds[bucket] = self.seconds.get(bucket, 0.0) + seconds
+        self.spent[kind] = self.spent.get(kind, 0.0) + seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +104,9 @@ class GraphBuilder:
 
     Equal parts are built once over all programs of a builder. ``jobs`` is the number of compiles that run at
     once (default: one per CPU this process may use). Under ``require_compiled`` a graph that the cache lacks
-    is a ``CompileError`` naming it. Not thread-safe.
+    is a ``NotCompiledError`` naming it; under ``retry_failed`` a graph whose compile failed before is tried
+    again. Without ``load`` artifacts are made and not loaded: programs can be compiled on a host that cannot run
+    them, and not called. Not thread-safe.
     """
 
     def __init__(
@@ -109,11 +118,15 @@ class GraphBuilder:
         passes: PassManager | None = None,
         jobs: int | None = None,
         require_compiled: bool = False,
+        retry_failed: bool = False,
+        load: bool = True,
     ) -> None:
         self.device = device
         self.compiler = compiler
         self.cache = cache
         self.require_compiled = require_compiled
+        self.retry_failed = retry_failed
+        self.load = load
         self.passes = passes if passes is not None else default_passes(device.torch_device)
         self.stats = BuildStats()
         self._pool = ThreadPoolExecutor(jobs or len(ALLOWED_CPUS), "neuron-compile", initializer=_unpin)
@@ -133,17 +146,25 @@ class GraphBuilder:
 
     def submit(self, program: Program, specs: Specs, *, bucket: str = "") -> PendingProgram:
         """Start building: capture happens here, compiles in the background. Submit all buckets, then wait."""
-        values: dict[str, TensorSpec] = {}
-        for name in program.inputs():
-            if name not in specs:
-                raise CompileError(f"bucket {bucket}: no spec for program input {name!r}")
-            values[name] = TensorSpec.contiguous(*specs[name])
+        values = _input_specs(program, specs, bucket)
         jobs: list[_Job] = []
         for part in program.parts:
             job = self._job(part, tuple(values[name] for name in part.inputs), bucket)
             values.update(zip(part.outputs, job.record.output_specs, strict=True))
             jobs.append(job)
         return PendingProgram(program, jobs, self._finish)
+
+    def capture_program(self, program: Program, specs: Specs, bucket: str = "") -> list[CapturedGraph]:
+        """The pure graphs of a program's distinct parts, in order, without asking the cache or compiling."""
+        values = _input_specs(program, specs, bucket)
+        graphs: dict[Hashable, CapturedGraph] = {}
+        for part in program.parts:
+            inputs = tuple(values[name] for name in part.inputs)
+            key = (*self._identity(part), inputs)
+            if key not in graphs:
+                graphs[key] = self.capture(part, inputs, bucket)
+            values.update(zip(part.outputs, graphs[key].output_specs(), strict=True))
+        return list(graphs.values())
 
     def capture(self, part: Part, specs: tuple[TensorSpec, ...], bucket: str = "") -> CapturedGraph:
         """The pure graph of a part: captured, and through all passes. The cache is not asked."""
@@ -155,11 +176,8 @@ class GraphBuilder:
         self._pool.shutdown()
 
     def _job(self, part: Part, specs: tuple[TensorSpec, ...], bucket: str) -> _Job:
-        if part.module not in self._signatures:
-            self._signatures[part.module] = structural_signature(part.module)
+        key = (*self._identity(part), specs)
         signature = self._signatures[part.module]
-        identity: Hashable = signature if signature is not None else id(part.module)
-        key = (identity, part.static, specs, len(part.outputs))
         if key in self._parts:
             self.stats.shared += 1
         else:
@@ -167,8 +185,15 @@ class GraphBuilder:
             self._parts[key] = self._recorded(part, signature, specs, bucket) or self._captured(
                 part, signature, specs, bucket
             )
-            self.stats.spend(bucket, time.perf_counter() - start)
+            self.stats.spend(bucket, "capture", time.perf_counter() - start)
         return self._parts[key]
+
+    def _identity(self, part: Part) -> tuple[Hashable, ...]:
+        """What is equal for parts that share a graph when their inputs have equal specs."""
+        if part.module not in self._signatures:
+            self._signatures[part.module] = structural_signature(part.module)
+        signature = self._signatures[part.module]
+        return (signature if signature is not None else id(part.module), part.static, len(part.outputs))
 
     def _recorded(
         self, part: Part, signature: str | None, specs: tuple[TensorSpec, ...], bucket: str
@@ -181,7 +206,7 @@ class GraphBuilder:
             if record is None or not record.is_current():
                 return None
             if record.shape_free or candidate == specs:
-                entry = self.cache.lookup(record.key.digest)
+                entry = self.cache.find(record.key.digest)
                 return None if entry is None else self._start(part, bucket, candidate, record, entry)
         return None
 
@@ -232,28 +257,44 @@ class GraphBuilder:
         """In a compile thread: compile, unless the cache has the entry by now, and load it."""
         start = time.perf_counter()
         if isinstance(source, CapturedGraph):
-            entry, compiled = self.cache.get_or_compile(record.key, self._compile(source))
+            entry, compiled = self.cache.get_or_compile(
+                record.key, self._compile(source), facts=self._facts(source), retry_failed=self.retry_failed
+            )
+            if compiled:
+                logger.info("%s", explain_miss(record.key, source.name, source.bucket, self.cache.entries()))
         else:
             entry, compiled = source, False
-            self.cache.counters.add("hits")
-        call = self.compiler.load(entry.path, record.groups)
+            self.cache.count_hit(entry)
+        call = self.compiler.load(entry.path, record.groups) if self.load else _not_loaded
         seconds = time.perf_counter() - start
         return CompiledGraph(name, call, record.key, record.output_specs, entry.path, compiled, seconds)
 
     def _compile(self, graph: CapturedGraph) -> Callable[[Any], Mapping[str, Any]]:
         def compile_into(staging: Any) -> Mapping[str, Any]:
             if self.require_compiled:
-                raise CompileError(f"{graph.label} is not in the compile cache and nothing may be compiled")
+                raise NotCompiledError(
+                    f"{graph.label} is not in the compile cache {self.cache.root} and VLLM_NEURON_REQUIRE_COMPILED "
+                    "forbids compiling it: compile it ahead of time, or unset that variable"
+                )
             self.compiler.compile(graph, staging)
+            (staging / GRAPH_TEXT).write_text(canonical_text(graph))
             return {
-                "part": graph.name,
-                "bucket": graph.bucket,
-                "compiler": self.compiler.name,
+                "key_facts": key_facts(graph, self.compiler, self.passes.names),
                 **self.compiler.describe(),
                 "pass_seconds": {name: round(seconds, 6) for name, seconds in graph.pass_seconds.items()},
             }
 
         return compile_into
+
+    def _facts(self, graph: CapturedGraph) -> dict[str, Any]:
+        """What is known before compiling, for the manifest or for the record of a failure."""
+        return {
+            "part": graph.name,
+            "bucket": graph.bucket,
+            "compiler": self.compiler.name,
+            "version": self.compiler.version(),
+            "flags": {name: str(value) for name, value in self.compiler.flags().items()},
+        }
 
     def _finish(self, job: _Job) -> CompiledGraph:
         try:
@@ -264,7 +305,7 @@ class GraphBuilder:
             self._counted.add(job)
             self.stats.compiled += graph.compiled
             self.stats.loaded += not graph.compiled
-            self.stats.spend(job.bucket, graph.seconds)
+            self.stats.spend(job.bucket, "compile" if graph.compiled else "artifact load", graph.seconds)
         return graph
 
     def _rebuild(self, job: _Job, cause: CacheError) -> CompiledGraph:
@@ -282,6 +323,20 @@ class GraphBuilder:
             spec.with_first_dim(CANONICAL_NUM_BLOCKS) if name.startswith(KV_PREFIX) else spec
             for name, spec in zip(part.inputs, specs, strict=True)
         )
+
+
+def _input_specs(program: Program, specs: Specs, bucket: str) -> dict[str, TensorSpec]:
+    values: dict[str, TensorSpec] = {}
+    for name in program.inputs():
+        if name not in specs:
+            raise CompileError(f"bucket {bucket}: no spec for program input {name!r}")
+        spec = specs[name]
+        values[name] = spec if isinstance(spec, TensorSpec) else TensorSpec.contiguous(*spec)
+    return values
+
+
+def _not_loaded(_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise CompileError("this program was compiled without being loaded; build it with load=True to run it")
 
 
 def _only_opaque_uses(graph: CapturedGraph) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from torch import fx
 
 from neuron_core.errors import CompileError
 from neuron_core.graphs.capture import CapturedGraph
+from neuron_core.ops.sources import op_digest
 from neuron_core.protocols import Compiler
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "canonical_text",
     "files_digest",
     "graph_key",
+    "key_facts",
     "normalised_groups",
     "op_source_digests",
     "reached_ops",
@@ -92,21 +93,27 @@ def register_op_sources(namespace: str, digest: Callable[[str], str]) -> None:
 
 def graph_key(graph: CapturedGraph, compiler: Compiler, passes: Iterable[str]) -> GraphKey:
     """The key of a captured graph after its passes; raises ``CompileError`` for an unregistered namespace."""
-    specs = [spec.to_json() for spec in graph.input_specs]
-    identity = {"name": compiler.name, "version": compiler.version(), "flags": dict(compiler.flags())}
-    return GraphKey.of(
-        {
-            "graph": text_digest(canonical_text(graph)),
-            "inputs": text_digest(json.dumps(specs)),
-            "io_map": text_digest(json.dumps([graph.num_outputs, sorted(graph.io_map.items())])),
-            "compiler": text_digest(json.dumps(identity, sort_keys=True)),
-            "target": text_digest(compiler.target()),
-            "replica_groups": text_digest(json.dumps(normalised_groups(graph.groups()))),
-            "op_sources": text_digest(json.dumps(op_source_digests(reached_ops(graph)))),
-            "passes": text_digest(json.dumps(list(passes))),
-            "versions": text_digest(json.dumps({"torch": torch.__version__, "format": FORMAT})),
-        }
-    )
+    facts = key_facts(graph, compiler, passes)
+    facts["graph"] = canonical_text(graph)
+    return GraphKey.of({name: text_digest(json.dumps(fact, sort_keys=True)) for name, fact in facts.items()})
+
+
+def key_facts(graph: CapturedGraph, compiler: Compiler, passes: Iterable[str]) -> dict[str, Any]:
+    """What each component of the key but ``graph`` says, JSON-ready, to explain a miss with."""
+    return {
+        "inputs": [spec.to_json() for spec in graph.input_specs],
+        "io_map": [graph.num_outputs, sorted(graph.io_map.items())],
+        "compiler": {
+            "name": compiler.name,
+            "version": compiler.version(),
+            "flags": {name: str(value) for name, value in compiler.flags().items()},
+        },
+        "target": compiler.target(),
+        "replica_groups": normalised_groups(graph.groups()),
+        "op_sources": op_source_digests(reached_ops(graph)),
+        "passes": list(passes),
+        "versions": {"torch": torch.__version__, "format": FORMAT},
+    }
 
 
 def canonical_text(graph: CapturedGraph) -> str:
@@ -187,9 +194,4 @@ def op_source_digests(names: Iterable[str]) -> dict[str, str]:
     return digests
 
 
-@functools.cache
-def _own_ops_digest(_name: str) -> str:
-    return files_digest([Path(__file__).parent.parent / "ops"])
-
-
-register_op_sources("neuron", _own_ops_digest)
+register_op_sources("neuron", op_digest)

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from neuron_core.graphs.capture import CapturedGraph
-from neuron_core.graphs.key import FORMAT, GraphKey, files_digest, op_source_digests, reached_ops, text_digest
+from neuron_core.graphs.key import (
+    FORMAT,
+    GraphKey,
+    files_digest,
+    normalised_groups,
+    op_source_digests,
+    reached_ops,
+    text_digest,
+)
 from neuron_core.graphs.program import Part, TensorSpec
 from neuron_core.graphs.signature import module_classes
 from neuron_core.protocols import Compiler
@@ -50,8 +58,11 @@ class GraphRecord:
         return cls(key, graph.output_specs(), graph.groups(), sources, shape_free)
 
     def is_current(self) -> bool:
-        """Whether the custom operators the graph calls still have the source it was made with."""
-        return op_source_digests(name for name, _ in self.op_sources) == dict(self.op_sources)
+        """Whether the operators the graph calls and the groups it spans are still what it was made with."""
+        groups = text_digest(json.dumps(normalised_groups(self.groups), sort_keys=True))
+        return groups == dict(self.key.components).get("replica_groups") and op_source_digests(
+            name for name, _ in self.op_sources
+        ) == dict(self.op_sources)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready form."""
@@ -91,7 +102,6 @@ def request_key(
         "compiler": [compiler.name, compiler.version(), dict(compiler.flags()), compiler.target()],
         "passes": list(passes),
         "sources": {name: source_digest(name) for name in _source_names(part)},
-        "groups": _process_groups(),
     }
     return text_digest(json.dumps(facts, sort_keys=True))
 
@@ -117,16 +127,3 @@ def _source_names(part: Part) -> list[str]:
     ours = {name for name in _OUR_PACKAGES if name in sys.modules}
     others = {name for name in names if name.partition(".")[0] not in (*_OUR_PACKAGES, "torch")}
     return sorted(ours | others)
-
-
-def _process_groups() -> list[list[Any]]:
-    """Relative ranks of every process group by name: a collective's meaning depends on them."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return []
-    groups: list[list[Any]] = []
-    for group, name in dist.distributed_c10d._world.pg_names.items():
-        ranks = dist.get_process_group_ranks(group)
-        groups.append([str(name), [rank - min(ranks) for rank in ranks]])
-    return sorted(groups)

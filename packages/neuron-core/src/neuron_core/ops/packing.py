@@ -10,14 +10,17 @@ from neuron_core.ops.library import PANEL
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether ``weight`` is a ``[N, K]`` bfloat16 matrix the loaded kernels have a product for."""
+    """Whether ``weight`` is a ``[N, K]`` bfloat16 matrix the loaded kernels have a product for.
+
+    On the meta device too: a model without weights is compiled with the shapes it will have.
+    """
     ops = torch.ops.neuron
     return (
         weight.dim() == 2
         and weight.dtype == torch.bfloat16
         and weight.shape[1] % 2 == 0
         and weight.shape[0] % PANEL == 0
-        and weight.device.type == "cpu"
+        and weight.device.type in ("cpu", "meta")
         and hasattr(ops, "has_packed_linear")
         and bool(ops.has_packed_linear())
     )
