@@ -167,6 +167,16 @@ def lowest_versions(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or paths), env=QUIET)
 
 
+@nox.session(venv_backend="venv")
+def lowering(session: nox.Session) -> None:
+    """Run the lowering to HLO with a real torch_xla; pip fetches it and an older torch, some gigabytes."""
+    tools = ["pytest", "pytest-timeout", "hypothesis", "scipy"]
+    session.install("torch==2.9.*", "torch-xla==2.9.*", *tools, "--editable", MEMBERS["neuron-core"])
+    session.run(
+        "python", "-m", "pytest", f"{MEMBERS['neuron-core']}/tests/lowering", *session.posargs, env=QUIET
+    )
+
+
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Measure throughput and latency, against a peer with `-- --peer PYTHON`."""

@@ -14,7 +14,7 @@ from neuron_core.devices.chips import ChipSpec
 from neuron_core.devices.host import Host
 from neuron_core.errors import ConfigError
 
-__all__ = ["CpuDevice"]
+__all__ = ["CpuDevice", "cpu_identity"]
 
 # Compilers are told -march=native, so code depends on every instruction family a compiler emits.
 # fmt: off
@@ -104,7 +104,11 @@ class CpuDevice:
         For example ``cpu-x86_64-AVX512-1f0c2a9b-t2``; call it after ``pin_threads`` for the rank's thread
         count.
         """
-        flags = [flag for flag in self._host.isa_flags() if flag.startswith(_ISA_PREFIXES)]
-        digest = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8]
-        capability = torch.backends.cpu.get_cpu_capability()
-        return f"cpu-{platform.machine()}-{capability}-{digest}-t{self._num_threads}"
+        return f"{cpu_identity(self._host)}-t{self._num_threads}"
+
+
+def cpu_identity(host: Host | None = None) -> str:
+    """Architecture, vector capability and a digest of the instruction sets that compiled code may use."""
+    flags = [flag for flag in (host or Host()).isa_flags() if flag.startswith(_ISA_PREFIXES)]
+    digest = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8]
+    return f"cpu-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-{digest}"

@@ -198,7 +198,8 @@ class NeuronDevice:
 
 
 def _chip(environment: Environment, product_name: Path) -> ChipSpec | None:
-    if environment.platform_target is not None:
+    # "cpu" is a target of compiling alone; a device in use is the chip that it is.
+    if environment.platform_target is not None and environment.platform_target != "cpu":
         return chip_for_target(environment.platform_target)
     try:
         return chip_for_instance(product_name.read_text())

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compilers share: the facts about a graph that travel with its artifact, and the machine's identity."""
+"""What compilers share: the facts about a graph that travel with its artifact."""
 
 from __future__ import annotations
 
-import functools
 import json
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from neuron_core.errors import CacheError
 from neuron_core.graphs.capture import CapturedGraph
 
-__all__ = ["METADATA_FILE", "ArtifactMetadata", "cpu_identity"]
+__all__ = ["METADATA_FILE", "ArtifactMetadata"]
 
 METADATA_FILE = "graph.json"
 
@@ -56,18 +52,3 @@ class ArtifactMetadata:
         for index, name in enumerate(groups):
             source = source.replace(f"'\\0{index}'", repr(name))
         return source
-
-
-@functools.cache
-def cpu_identity() -> str:
-    """Architecture, vector capability and the instruction set of ``-march=native``."""
-    flags: list[str] = []
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("flags", "Features"):
-                flags = sorted(value.split())
-                break
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.system()}-{platform.machine()} {capability} {' '.join(flags)}"

@@ -17,11 +17,11 @@ from neuron_core.graphs.capture import CapturedGraph
 from neuron_core.graphs.compilers.base import ArtifactMetadata
 from neuron_core.protocols import GraphCall
 
-__all__ = ["GRAPH_FILE", "FxCompiler", "load_graph_source", "write_graph_source"]
+__all__ = ["GRAPH_FILE", "NAMESPACE", "FxCompiler", "load_graph_source", "write_graph_source"]
 
 GRAPH_FILE = "graph.py"
 
-_NAMESPACE: dict[str, Any] = {
+NAMESPACE: dict[str, Any] = {
     "torch": torch,
     "device": torch.device,
     "math": math,
@@ -31,6 +31,7 @@ _NAMESPACE: dict[str, Any] = {
     "_operator": operator,
     "NoneType": type(None),
 }
+"""Globals the source of a stored graph may read."""
 
 _NEVER_USED = {"fx_pytree", "pytree"}
 """Globals torch.fx lists for every graph; only graphs with structured inputs read them."""
@@ -75,7 +76,7 @@ class FxCompiler:
 def write_graph_source(graph: CapturedGraph, staging: Path) -> None:
     """Store a graph as Python text; raises ``CompileError`` when it refers to something text cannot name."""
     code = graph.module.graph.python_code("self")
-    unknown = sorted(code.globals.keys() - _NAMESPACE.keys() - _NEVER_USED)
+    unknown = sorted(code.globals.keys() - NAMESPACE.keys() - _NEVER_USED)
     if unknown:
         raise CompileError(
             f"{graph.label}: the graph refers to {', '.join(unknown)}, which cannot be stored as text"
@@ -87,7 +88,7 @@ def load_graph_source(entry: Path, groups: Sequence[str] = ()) -> GraphCall:
     """The callable of a stored graph; raises ``CacheError`` when it cannot be read."""
     metadata = ArtifactMetadata.read(entry)
     path = entry / GRAPH_FILE
-    namespace = dict(_NAMESPACE)
+    namespace = dict(NAMESPACE)
     try:
         source = metadata.rename_groups(path.read_text(), tuple(groups))
         exec(compile(source, str(path), "exec"), namespace)

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from neuron_core.devices.cpu import cpu_identity
 from neuron_core.errors import CompileError
 from neuron_core.graphs.capture import TRACING, CapturedGraph
-from neuron_core.graphs.compilers.base import ArtifactMetadata, cpu_identity
+from neuron_core.graphs.compilers.base import ArtifactMetadata
 from neuron_core.graphs.compilers.fx import GRAPH_FILE, load_graph_source, write_graph_source
 from neuron_core.graphs.compilers.loader import WRAPPER_FILE, load_wrapper
 from neuron_core.graphs.compilers.reinplace import refuse_moved_inputs, reinplace
