@@ -20,9 +20,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 import bench
 import dev
 from devtools.places import ROOT
+from neuron_core.cli.main import neuron
 
 LANGUAGES = ("python", "bash", "json", "text", "toml", "yaml")
 MARKS = ("model", "server")
@@ -158,12 +161,29 @@ def _accept(words: list[str]) -> None:
     pass
 
 
+def _check_neuron(words: list[str]) -> None:
+    command: click.Command = neuron
+    context = click.Context(neuron, info_name="neuron")
+    try:
+        while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+            name, found, words = command.resolve_command(context, words)
+            assert found is not None
+            command, context = (
+                found,
+                click.Context(found, info_name=name, parent=context, **found.context_settings),
+            )
+        command.make_parser(context).parse_args(list(words))
+    except click.UsageError as error:
+        raise ValueError(error.format_message()) from error
+
+
 _CHECKERS: dict[str, Callable[[list[str]], None]] = {
     "python": _check_python,
     "python3": _check_python,
     "nox": _check_nox,
     "pip": _check_pip,
     "vllm": _check_vllm,
+    "neuron": _check_neuron,
     "git": _accept,
     "cd": _accept,
     "source": _accept,
