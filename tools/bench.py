@@ -3,6 +3,7 @@
 
     nox -s bench -- --peer PYTHON     ratios to the vLLM of another interpreter, both run alternately
     nox -s bench -- --self            our own figures, the sampler's cost, and what a busy neighbour costs
+    nox -s bench -- --capture         memory and seconds of capturing Llama 3.1 70B for eight ranks
 
 No ratio is printed unless both sides were found to compute the same model (see docs/benchmarks.md).
 """
@@ -21,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 import bench_answers
+import bench_capture
 import bench_report
 import bench_sides
 from bench_report import Figures
@@ -47,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     what = top.add_mutually_exclusive_group(required=True)
     what.add_argument("--peer", metavar="PYTHON", help="interpreter that has vLLM's CPU backend")
     what.add_argument("--self", dest="alone", action="store_true", help="measure this side alone")
+    what.add_argument("--capture", action="store_true", help="capture a large model's graphs")
     top.add_argument(
         "--peer-env", action="append", default=[], metavar="NAME=VALUE", help="for the peer alone"
     )
@@ -223,8 +226,10 @@ def model_folder(options: argparse.Namespace) -> Path:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything the options ask for."""
-    mine = bench_sides.ours()
     about: dict[str, Any] = {"machine": machine(), "options": {k: str(v) for k, v in vars(options).items()}}
+    if options.capture:
+        return about | {"runs": {"ours": [bench_capture.capture()]}}
+    mine = bench_sides.ours()
     with tempfile.TemporaryDirectory(prefix="neuron-bench-") as scratch:
         bench = Bench(options, model_folder(options), Path(scratch))
         if options.alone:

@@ -33,12 +33,13 @@ GOALS = {
     "output_tok_s_b4": Goal(1.2, at_least=True),
     "output_tok_s_b16": Goal(1.15, at_least=True),
     "ttft_s": Goal(0.75, at_least=False),
-    "warm_start_s": Goal(0.2, at_least=False),
-    "cold_start_s": Goal(1.0, at_least=False),
+    "warm_start_s": Goal(0.12, at_least=False),
+    "cold_start_s": Goal(0.8, at_least=False),
 }
 """The project's own limits of ratios to the peer; a missed one is shown, and fails nothing."""
 
 SAMPLER_GOAL = Goal(1.2, at_least=False)
+CAPTURE_MEMORY_GOAL = Goal(3072.0, at_least=False)
 
 
 def medians(runs: list[Figures]) -> Figures:
@@ -81,12 +82,27 @@ def own_table(found: dict[str, Any]) -> Table:
     return table
 
 
+def capture_table(found: dict[str, Any]) -> Table:
+    """What capturing a large model took."""
+    table = Table(title="Llama 3.1 70B on eight ranks, captured without weights")
+    for column in ("figure", "value", "goal", ""):
+        table.add_column(column, justify="left" if column in ("figure", "") else "right")
+    for name, value in medians(found["runs"]["ours"]).items():
+        goal = CAPTURE_MEMORY_GOAL if name.endswith("peak_mib") else None
+        verdict = "" if goal is None else "met" if goal.is_met(value) else "missed"
+        table.add_row(name, f"{value:g}", str(goal or ""), verdict)
+    return table
+
+
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the machine, what was checked, and the table."""
     machine = found["machine"]
     console.print(
         f"{machine['processors']} × {machine['processor']}, load before {machine['load_before']:.2f}"
     )
+    if "ours busy" not in found["runs"] and "check" not in found:
+        console.print(capture_table(found))
+        return
     if "check" not in found:
         console.print(own_table(found))
         return

