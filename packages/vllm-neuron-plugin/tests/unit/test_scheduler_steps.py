@@ -319,3 +319,17 @@ def test_a_mixed_step_is_an_error(make_scheduler, monkeypatch):
     monkeypatch.setattr(module.NeuronScheduler, "_choose_phase", lambda self, throttle: module.Phase.DECODE)
     with pytest.raises(module.MixedStepError, match="decode step holds requests of another phase"):
         harness.step()
+
+
+def test_the_pool_is_reported_free_as_soon_as_the_last_request_ends(make_scheduler):
+    harness = make_scheduler()
+    for name in "ab":
+        harness.add(name, 20, max_tokens=3)
+    run(harness, 2)
+    total = series(harness, "kv_blocks_total")
+    assert series(harness, "kv_blocks_free") < total
+    harness.abort("a")
+    run(harness, 1)
+    assert not harness.scheduler.requests
+    # No step follows that could report it.
+    assert series(harness, "kv_blocks_free") == total
