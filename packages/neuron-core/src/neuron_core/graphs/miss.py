@@ -27,4 +27,5 @@ def explain_miss(key: GraphKey, part: str, bucket: str, entries: Iterable[CacheE
         return f"compiled {label} ({key.digest[:12]}): the cache had no graph of this part and bucket"
     compared = [(key.differences(GraphKey.of(dict(entry.manifest["components"]))), entry) for entry in alike]
     differing, nearest = min(compared, key=lambda item: len(item[0]))
-    return f"compiled {label} ({key.digest[:12]}): it differs from {nearest.manifest['key'][:12]} in {', '.join(differing)}"
+    known = str(nearest.manifest["key"])[:12]
+    return f"compiled {label} ({key.digest[:12]}): it differs from {known} in {', '.join(differing)}"
