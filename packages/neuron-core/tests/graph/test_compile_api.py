@@ -91,3 +91,31 @@ def test_what_cannot_be_compiled_is_named(tmp_path):
         compile_graph(
             nn.ReLU(), [torch.randn(2)], compiler="fx", cache_dir=tmp_path, name="gate", require_compiled=True
         )
+
+
+class AddInto(nn.Module):
+    def forward(self, x, y):
+        x += 1
+        return x * y
+
+
+@pytest.mark.parametrize("compiler", ["fx", "inductor"])
+def test_one_tensor_given_twice_is_one_tensor(tmp_path, compiler):
+    x = torch.randn(3)
+    compiled = compile_graph(AddInto(), [x, x], compiler=compiler, cache_dir=tmp_path)
+    given = torch.randn(3)
+    expected = given.clone()
+    product = AddInto()(expected, expected)
+    assert torch.equal(compiled(given, given), product) and torch.equal(given, expected)
+    with pytest.raises(CompileError, match="share memory in another way"):
+        compiled(given, given.clone())
+    apart = compile_graph(AddInto(), [x, x.clone()], compiler=compiler, cache_dir=tmp_path)
+    assert apart.key != compiled.key
+    with pytest.raises(CompileError, match="share memory in another way"):
+        apart(given, given)
+
+
+def test_a_written_input_that_overlaps_another_is_refused(tmp_path):
+    whole = torch.randn(6)
+    with pytest.raises(CompileError, match="input"):
+        compile_graph(AddInto(), [whole[:4], whole[2:]], compiler="fx", cache_dir=tmp_path)

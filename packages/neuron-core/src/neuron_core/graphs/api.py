@@ -16,8 +16,9 @@ from neuron_core.environ import Environment
 from neuron_core.errors import CompileError
 from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.cache import CompileCache
-from neuron_core.graphs.capture import explain_failure
+from neuron_core.graphs.capture import SharedInputs, explain_failure
 from neuron_core.graphs.compilers import compiler_named
+from neuron_core.graphs.passes import shared_inputs
 from neuron_core.graphs.program import Part, Program, TensorSpec
 from neuron_core.graphs.signature import tensors_of
 
@@ -35,9 +36,12 @@ class CompiledModule:
     changes are changed in place. ``key``, ``path`` and ``from_cache`` say which artifact serves it.
     """
 
-    def __init__(self, program: CompiledProgram, specs: Sequence[TensorSpec], is_tuple: bool) -> None:
+    def __init__(
+        self, program: CompiledProgram, specs: Sequence[TensorSpec], shared: SharedInputs, is_tuple: bool
+    ) -> None:
         self._program = program
         self._specs = tuple(specs)
+        self._shared = shared
         self._is_tuple = is_tuple
         self._names = tuple(f"input.{index}" for index in range(len(specs)))
         graph = program.graphs[0]
@@ -46,7 +50,11 @@ class CompiledModule:
         self.from_cache = not graph.compiled
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run it; raises ``CompileError`` naming an input whose shape, dtype or stride is not the example's."""
+        """Run it.
+
+        Raises ``CompileError`` naming an input whose shape, dtype or stride is not the example's, and when inputs
+        share memory in another way than the examples.
+        """
         if len(inputs) != len(self._specs):
             raise CompileError(f"compiled for {len(self._specs)} inputs, called with {len(inputs)}")
         for index, (tensor, spec) in enumerate(zip(inputs, self._specs, strict=True)):
@@ -55,6 +63,11 @@ class CompiledModule:
                     f"input {index} is {TensorSpec.of(tensor)}, the graph was compiled for {spec}; pass a tensor "
                     "of that shape, dtype and stride, or compile again"
                 )
+        if len(inputs) > 1 and shared_inputs(inputs) != self._shared:
+            raise CompileError(
+                "inputs share memory in another way than the examples did: pass tensors that share it alike, "
+                "or compile again"
+            )
         outputs = tuple(self._program(dict(zip(self._names, inputs, strict=True))).values())
         return outputs if self._is_tuple else outputs[0]
 
@@ -72,8 +85,9 @@ def compile(
 
     The module must be traceable as one graph: no control flow on tensor data, tensors only as inputs, a tensor or a
     tuple of tensors as result, every tensor it uses a parameter, a buffer or an input. ``example_inputs`` give
-    shape, dtype and stride; meta tensors do. ``compiler`` is ``inductor``, ``fx`` or an object with the interface
-    :class:`neuron_core.protocols.Compiler`. ``cache_dir`` defaults to ``VLLM_NEURON_CACHE_DIR``.
+    shape, dtype and stride, and which of them share memory; meta tensors do. ``compiler`` is ``inductor``, ``fx``
+    or an object with the interface :class:`neuron_core.protocols.Compiler`. ``cache_dir`` defaults to
+    ``VLLM_NEURON_CACHE_DIR``.
 
     Raises ``CompileError`` naming the module and the source line that cannot be captured, or, with
     ``require_compiled``, the graph that the cache lacks; ``ConfigError`` for an unknown compiler.
@@ -84,13 +98,22 @@ def compile(
     names = tuple(f"input.{index}" for index in range(len(specs)))
     label = name or type(module).__name__
     count, is_tuple = _count_outputs(Part(label, module, names, ("output",)), specs)
-    part = Part(label, module, names, tuple(f"output.{index}" for index in range(count)))
+    weights = list(tensors_of(module).values())
+    memory = shared_inputs([*weights, *example_inputs])
+    part = Part(
+        label,
+        module,
+        names,
+        tuple(f"output.{index}" for index in range(count)),
+        same_as=tuple(memory.same_as.items()),
+        overlaps=memory.overlaps,
+    )
     builder = GraphBuilder(CpuDevice(), chosen, cache, jobs=1, require_compiled=require_compiled)
     try:
         built = builder.build(Program((part,), part.outputs), dict(zip(names, specs, strict=True)))
     finally:
         builder.close()
-    return CompiledModule(built, specs, is_tuple)
+    return CompiledModule(built, specs, shared_inputs(example_inputs), is_tuple)
 
 
 def _count_outputs(part: Part, specs: Sequence[TensorSpec]) -> tuple[int, bool]:

@@ -18,7 +18,7 @@ from torch import nn
 from neuron_core.devices.host import ALLOWED_CPUS
 from neuron_core.errors import CacheError, CompileError, NotCompiledError
 from neuron_core.graphs.cache import CacheEntry, CompileCache
-from neuron_core.graphs.capture import CapturedGraph, capture
+from neuron_core.graphs.capture import CapturedGraph, SharedInputs, capture
 from neuron_core.graphs.compiled import CompiledGraph, CompiledProgram
 from neuron_core.graphs.key import canonical_text, graph_key, key_facts
 from neuron_core.graphs.miss import explain_miss
@@ -169,7 +169,8 @@ class GraphBuilder:
     def capture(self, part: Part, specs: tuple[TensorSpec, ...], bucket: str = "") -> CapturedGraph:
         """The pure graph of a part: captured, and through all passes. The cache is not asked."""
         self.stats.captured += 1
-        return self.passes.run(capture(part, specs, self.device.torch_device, bucket))
+        shared = SharedInputs(dict(part.same_as), part.overlaps)
+        return self.passes.run(capture(part, specs, self.device.torch_device, bucket, shared=shared))
 
     def close(self) -> None:
         """Wait for running compiles and end the compile threads."""
@@ -193,7 +194,8 @@ class GraphBuilder:
         if part.module not in self._signatures:
             self._signatures[part.module] = structural_signature(part.module)
         signature = self._signatures[part.module]
-        return (signature if signature is not None else id(part.module), part.static, len(part.outputs))
+        structure = signature if signature is not None else id(part.module)
+        return (structure, part.static, len(part.outputs), part.same_as, part.overlaps)
 
     def _recorded(
         self, part: Part, signature: str | None, specs: tuple[TensorSpec, ...], bucket: str

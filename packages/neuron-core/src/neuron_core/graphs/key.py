@@ -15,6 +15,7 @@ from torch import fx
 
 from neuron_core.errors import CompileError
 from neuron_core.graphs.capture import CapturedGraph
+from neuron_core.graphs.passes.replica_groups import group_ranks
 from neuron_core.ops.sources import op_digest
 from neuron_core.protocols import Compiler
 
@@ -137,20 +138,8 @@ def normalised_groups(names: Iterable[str]) -> list[list[int]]:
 
     Raises ``CompileError`` for a group this process has not created.
     """
-    import torch.distributed as dist
-
-    c10d: Any = dist.distributed_c10d
-    ranks: list[list[int]] = []
-    for name in names:
-        try:
-            group = c10d._resolve_process_group(name)
-        except (RuntimeError, ValueError) as error:
-            raise CompileError(
-                f"process group {name!r} does not exist: create it before building graphs"
-            ) from error
-        members = dist.get_process_group_ranks(group)
-        ranks.append([rank - min(members) for rank in members])
-    return ranks
+    ranks = [group_ranks(name) for name in names]
+    return [[rank - min(members) for rank in members] for members in ranks]
 
 
 def _target_name(node: fx.Node) -> str:

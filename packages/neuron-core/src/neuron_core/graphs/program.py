@@ -88,7 +88,9 @@ class TensorSpec:
 class Part:
     """One module call: ``outputs = module(*[values[i] for i in inputs], **dict(static))``.
 
-    The module returns one tensor when ``outputs`` has one name, else a tuple of as many tensors.
+    The module returns one tensor when ``outputs`` has one name, else a tuple of as many tensors. ``same_as`` and
+    ``overlaps`` say which of ``[*weights, *inputs]``, by position, share memory in every call, as
+    ``capture.SharedInputs`` has it.
     """
 
     name: str
@@ -96,6 +98,8 @@ class Part:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     static: tuple[tuple[str, Hashable], ...] = ()
+    same_as: tuple[tuple[int, int], ...] = ()
+    overlaps: tuple[tuple[int, int], ...] = ()
 
     def run(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Call the module eagerly; raises ``CompileError`` when it returns a different number of tensors."""
