@@ -5,7 +5,6 @@ Wheels are built by the tests in the forms that were found on the public index: 
 that raises, an empty module.
 """
 
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -116,25 +115,15 @@ def test_a_module_without_metadata_is_no_real_wheel(site: Path) -> None:
     assert examine_wheel(BY_NAME["nki"]).state is WheelState.PLACEHOLDER
 
 
-def test_a_placeholder_that_pip_installed_is_recognised(site: Path, tmp_path: Path) -> None:
+def test_a_placeholder_installed_from_its_wheel_is_recognised(site: Path, tmp_path: Path) -> None:
     wheel = tmp_path / "neuronx_cc-1.0.post1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         info = "neuronx_cc-1.0.post1.dist-info"
         file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: neuronx-cc\nVersion: 1.0.post1\n")
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--target",
-        str(site),
-    ]
-    subprocess.run([*pip, str(wheel)], check=True, timeout=120)
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)  # all that installing a wheel without scripts is
     findings = by_name(check_wheels(machine(tmp_path), examined()))
     assert findings["neuronx-cc"].status is Status.WARN
     assert "placeholder" in findings["neuronx-cc"].found and "pip uninstall" in findings["neuronx-cc"].advice
