@@ -68,7 +68,7 @@ class NeuronConfig:
         "Token counts a prefill step is padded to. Strictly ascending, each a multiple of the "
         "tensor-parallel size, ending exactly at the smaller of `max_num_batched_tokens` and "
         "`max_model_len` (rounded up to a multiple of the tensor-parallel size). Default: powers of two from "
-        "128 up to that end.",
+        "64, and from 128 what lies half-way between them, up to that end.",
         kind="list of integers",
         optional=True,
     )
@@ -77,6 +77,15 @@ class NeuronConfig:
         _whole_numbers,
         "Request counts a decode step is padded to. Strictly ascending, ending exactly at `max_num_seqs`. "
         "Default: powers of two from 1 up to that end.",
+        kind="list of integers",
+        optional=True,
+    )
+    decode_context_length_buckets: tuple[int, ...] | None = _setting(
+        None,
+        _whole_numbers,
+        "Contexts, in tokens, that the block tables of a decode step are cut to. Strictly ascending, each below "
+        "`max_model_len`, whose own context is always added, and a multiple of the block size and, where "
+        "`max_model_len` exceeds 128, of 128. `[]` leaves the full context alone. Default: powers of two from 512.",
         kind="list of integers",
         optional=True,
     )
@@ -158,6 +167,7 @@ def bucket_plan(vllm_config: VllmConfig) -> BucketPlan:
         block_size=vllm_config.cache_config.block_size,
         prefill_buckets=settings.prefill_buckets,
         decode_buckets=settings.decode_buckets,
+        decode_context_length_buckets=settings.decode_context_length_buckets,
         max_prefill_seqs=settings.max_prefill_seqs,
         token_multiple=vllm_config.parallel_config.tensor_parallel_size,
     )

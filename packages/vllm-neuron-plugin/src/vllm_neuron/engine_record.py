@@ -37,6 +37,7 @@ class EngineRecord:
     block_size: int
     prefill_buckets: tuple[int, ...]
     decode_buckets: tuple[int, ...]
+    decode_context_length_buckets: tuple[int, ...]
     max_prefill_seqs: int
 
     @classmethod
@@ -57,6 +58,7 @@ class EngineRecord:
             block_size=plan.block_size,
             prefill_buckets=tuple(plan.prefill_tokens),
             decode_buckets=tuple(plan.decode_seqs),
+            decode_context_length_buckets=tuple(plan.decode_contexts),
             max_prefill_seqs=plan.max_prefill_seqs,
         )
 

@@ -26,17 +26,20 @@ def test_every_key_is_taken():
     config = parse(
         prefill_buckets=[16, 64],
         decode_buckets=[1, 4],
+        decode_context_length_buckets=[128],
         max_prefill_seqs=2,
         max_consecutive_prefills=3,
         compiler="fx",
         on_device_sampling=False,
     )
-    assert config == NeuronConfig((16, 64), (1, 4), 2, 3, "fx", False)
+    assert config == NeuronConfig((16, 64), (1, 4), (128,), 2, 3, "fx", False)
     hash(config)
 
 
 def test_null_means_the_default_where_there_is_one_to_work_out():
-    assert parse(prefill_buckets=None, decode_buckets=None, max_prefill_seqs=None) == NeuronConfig()
+    lists = {"prefill_buckets": None, "decode_buckets": None, "decode_context_length_buckets": None}
+    assert parse(**lists, max_prefill_seqs=None) == NeuronConfig()
+    assert parse(decode_context_length_buckets=[]) != NeuronConfig()
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,10 @@ def test_null_means_the_default_where_there_is_one_to_work_out():
             "neuron_config.prefill_buckets=128: must be a list of whole numbers; [128, 256",
         ),
         ({"prefill_buckets": [True]}, "must be a list of whole numbers"),
+        (
+            {"decode_context_length_buckets": "512"},
+            "neuron_config.decode_context_length_buckets='512': must be a list of whole numbers",
+        ),
         ({"decode_buckets": ["1"]}, "neuron_config.decode_buckets=['1']: must be a list of whole numbers"),
         (
             {"max_prefill_seqs": 0},
@@ -92,8 +99,24 @@ def test_plan_follows_the_engine_limits(make_config):
     plan = bucket_plan(
         make_config(max_model_len=200, max_num_seqs=6, max_num_batched_tokens=512, block_size=32)
     )
-    assert (plan.prefill_tokens, plan.decode_seqs) == ((128, 200), (1, 2, 4, 6))
+    assert (plan.prefill_tokens, plan.decode_seqs) == ((64, 128, 192, 200), (1, 2, 4, 6))
     assert (plan.max_prefill_seqs, plan.block_size, plan.context_len) == (6, 32, 224)
+    assert plan.decode_contexts == ()
+
+
+def test_decode_contexts_are_chosen_from_the_length_listed_or_switched_off(make_config):
+    limits = {"max_model_len": 2000, "hf_overrides": {"max_position_embeddings": 2000}}
+    for neuron, contexts in [
+        ({}, (512, 1024)),
+        ({"decode_context_length_buckets": None}, (512, 1024)),
+        ({"decode_context_length_buckets": [128, 1920]}, (128, 1920)),
+        ({"decode_context_length_buckets": []}, ()),
+    ]:
+        plan = bucket_plan(make_config(**limits, additional_config={"neuron_config": neuron}))
+        assert plan.decode_contexts == contexts
+        names = {bucket.name for bucket in plan.all() if bucket.name.startswith("decode_b4")}
+        ends = [f"_c{context}" for context in (*contexts, 2000)] if contexts else [""]
+        assert names == {f"decode_b4{end}" for end in ends}
 
 
 @pytest.mark.parametrize(("context", "largest"), [("LLM_CLASS", 8192), ("OPENAI_API_SERVER", 2048)])
@@ -117,10 +140,13 @@ def test_plan_of_a_model_of_131072_positions_stays_small(tmp_path, context, larg
     plan = bucket_plan(config)
     assert config.model_config.max_model_len == plan.context_len == 131072
     assert plan.prefill_tokens == tuple(
-        size for size in (128, 256, 512, 1024, 2048, 4096, 8192) if size <= largest
+        size
+        for size in (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+        if size <= largest
     )
     assert plan.decode_seqs == (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    assert len(plan.all()) == len(plan.prefill_tokens) + 9 + 1
+    assert plan.decode_contexts == (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    assert len(plan.all()) == len(plan.prefill_tokens) + 9 * 9 + 1
 
 
 @pytest.mark.parametrize(
@@ -130,6 +156,22 @@ def test_plan_of_a_model_of_131072_positions_stays_small(tmp_path, context, larg
         ({"prefill_buckets": [64]}, "prefill_buckets=[64]: must end exactly at 128"),
         ({"decode_buckets": [1, 2]}, "decode_buckets=[1, 2]: must end exactly at 4 (max_num_seqs)"),
         ({"decode_buckets": [1, 8]}, "decode_buckets=[1, 8]: must end exactly at 4 (max_num_seqs)"),
+        (
+            {"decode_context_length_buckets": [128]},
+            "decode_context_length_buckets=[128]: must stay below 128 (max_model_len)",
+        ),
+        (
+            {"decode_context_length_buckets": [64, 32]},
+            "decode_context_length_buckets=[64, 32]: must be strictly ascending; [32, 64] works",
+        ),
+        (
+            {"decode_context_length_buckets": [64, 64]},
+            "decode_context_length_buckets=[64, 64]: must be strictly ascending; [64] works",
+        ),
+        (
+            {"decode_context_length_buckets": [40]},
+            "decode_context_length_buckets=[40]: 40 is not a multiple of 16 (the block size, 16); [48] works",
+        ),
         ({"max_prefill_seqs": 5}, "max_prefill_seqs=5: must not exceed max_num_seqs; use 4 or less"),
     ],
 )

@@ -18,6 +18,7 @@ from vllm_neuron.runner.inputs import build, make_batch
 from vllm_neuron.runner.requests import RequestTable
 
 BLOCK, LENGTH, SEQS = 16, 96, 8
+CONTEXT = 32
 PLAN = BucketPlan.from_limits(
     max_model_len=LENGTH,
     max_num_seqs=SEQS,
@@ -25,6 +26,7 @@ PLAN = BucketPlan.from_limits(
     block_size=BLOCK,
     prefill_buckets=[32, LENGTH],
     decode_buckets=[2, SEQS],
+    decode_context_length_buckets=[CONTEXT],
     max_prefill_seqs=4,
 )
 
@@ -86,7 +88,7 @@ def test_every_token_is_where_it_belongs_and_the_rest_is_padding(phase, data):
             at += 1
         assert step.sample_rows[row] == at - 1
         assert batch.draws[row] == (computed + count >= requests[row][0])
-        known = -(-requests[row][0] // BLOCK)
+        known = min(-(-requests[row][0] // BLOCK), bucket.context_len // BLOCK)
         assert step.block_tables[row, :known].tolist() == [1 + 10 * row + j for j in range(known)]
         assert (step.block_tables[row, known:] == -1).all()
         assert step.temperature[row] == 0.25 * (row + 1) and step.top_k[row] == row
@@ -113,10 +115,12 @@ def test_no_negative_id_and_no_shared_slot_reaches_the_graph(data):
 
 
 def test_the_smallest_bucket_that_holds_the_step_is_taken():
-    table = filled_table([(40, 0), (40, 0), (40, 0)])
+    table = filled_table([(40, 0), (40, CONTEXT - 1), (40, CONTEXT)])
     requests = list(table.requests.values())
-    assert make_batch(table, PLAN, requests, [1, 1, 1]).bucket.name == "decode_b8"
-    assert make_batch(table, PLAN, requests[:2], [1, 1]).bucket.name == "decode_b2"
+    assert make_batch(table, PLAN, requests, [1, 1, 1]).bucket.name == "decode_b8_c96"
+    # 31 tokens are computed, and the one of this step is the last that fits 32.
+    assert make_batch(table, PLAN, requests[:2], [1, 1]).bucket.name == "decode_b2_c32"
+    assert make_batch(table, PLAN, requests[2:], [1]).bucket.name == "decode_b2_c96"
     assert make_batch(table, PLAN, requests[:2], [16, 16]).bucket.name == "prefill_s32"
     assert make_batch(table, PLAN, requests[:2], [16, 17]).bucket.name == "prefill_s96"
 

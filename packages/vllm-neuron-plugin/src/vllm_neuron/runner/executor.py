@@ -14,6 +14,7 @@ from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
 from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.compiled import CompiledProgram
 from neuron_core.graphs.model_programs import HIDDEN_STATES, ModelPrograms
+from neuron_core.graphs.program import Program
 from neuron_core.kv.layout import KVLayout
 from neuron_core.protocols import StaticModel
 from neuron_core.step import StepInput
@@ -58,18 +59,18 @@ class GraphExecutor:
     def compile(self, progress: Progress, times: StartupTimes) -> None:
         """Compile or load every graph of the plan, and run each once on padding alone.
 
-        All are submitted before the first is awaited, the longest first, so that compiles overlap.
+        All are submitted before the first is awaited, the longest first, so that compiles overlap. A graph that
+        layers or buckets share runs once for all of them.
         """
         programs = self._programs_of_model()
-        wanted = programs.wanted()
+        wanted = [(*which, programs.program(*which)) for which in programs.wanted()]
         with times.phase("capture"):
             pending = [
-                self.builder.submit(
-                    programs.program(bucket, variant), programs.specs(bucket), bucket=bucket.name
-                )
-                for bucket, variant in wanted
+                self.builder.submit(parts, programs.specs(bucket), bucket=bucket.name)
+                for bucket, _, parts in wanted
             ]
-        for done, ((bucket, variant), waiting) in enumerate(zip(wanted, pending, strict=True), start=1):
+        warmed: set[str] = set()
+        for done, ((bucket, variant, parts), waiting) in enumerate(zip(wanted, pending, strict=True), 1):
             begun, compiled = time.perf_counter(), self.builder.stats.compiled
             program = waiting.result()
             waited = time.perf_counter() - begun
@@ -77,7 +78,7 @@ class GraphExecutor:
             program.bind({name: tensor for name, tensor in self._kv.items() if name in program.inputs})
             self._programs[bucket, variant] = program
             with times.phase("warm-up"):
-                self._warm(bucket, variant)
+                self._warm(bucket, parts, program, warmed)
             progress(done, len(wanted), bucket, variant)
         self.builder.close()
 
@@ -101,9 +102,26 @@ class GraphExecutor:
     def _programs_of_model(self) -> ModelPrograms:
         return ModelPrograms(self.model, self.plan, len(next(iter(self._kv.values()))))
 
-    def _warm(self, bucket: Bucket, variant: str) -> None:
+    def _warm(self, bucket: Bucket, parts: Program, program: CompiledProgram, warmed: set[str]) -> None:
+        """Run the program's graphs that are not in ``warmed`` yet, on what padding alone would give them.
+
+        Digests, not objects, are remembered: they are equal on all ranks, which meet in collectives.
+        """
+        values = self._padding(bucket)
+        fresh = {}
+        for part, graph in zip(parts.parts, program.graphs, strict=True):
+            if graph.key.digest not in warmed:
+                warmed.add(graph.key.digest)
+                fresh[part] = graph
+            for name, spec in zip(part.outputs, graph.output_specs, strict=True):
+                values.setdefault(name, spec.empty("cpu").zero_())
+        if fresh:
+            outputs = tuple(fresh)[-1].outputs
+            CompiledProgram(Program(tuple(fresh), outputs), tuple(fresh.values()))(values)
+
+    def _padding(self, bucket: Bucket) -> dict[str, Tensor]:
+        """Every input of the bucket's programs for a step without a token."""
         if bucket.phase is Phase.LOGITS:
-            hidden = torch.zeros((bucket.num_tokens, self.model.hidden_size), dtype=self.model.dtype)
-            self.run(bucket, variant, {HIDDEN_STATES: hidden})
-        else:
-            self.run(bucket, variant, StepInput.padding(bucket, self.plan.block_size, self.rank).as_values())
+            shape = (bucket.num_tokens, self.model.hidden_size)
+            return {HIDDEN_STATES: torch.zeros(shape, dtype=self.model.dtype)}
+        return {**StepInput.padding(bucket, self.plan.block_size, self.rank).as_values(), **self._kv}

@@ -35,6 +35,8 @@ def make_batch(
 ) -> Batch:
     """Choose the bucket of a step that computes ``counts[i]`` tokens of ``requests[i]``.
 
+    A decode step takes the shortest context that holds the longest of its requests, its new token included.
+
     Raises:
         UncompiledShapeError: no bucket of the plan holds the step.
     """
@@ -43,7 +45,8 @@ def make_batch(
     draws = reach >= table.num_tokens[rows]
     total = sum(counts)
     # One token of each request is a decode step to the graphs, whether the token was drawn or is a prompt's last.
-    bucket = plan.decode(len(rows)) if total == len(rows) else plan.prefill(total, len(rows))
+    is_decode = total == len(rows)
+    bucket = plan.decode(len(rows), int(reach.max())) if is_decode else plan.prefill(total, len(rows))
     starts = np.concatenate(([0], np.cumsum(counts)))
     return Batch(bucket, tuple(requests), tuple(counts), starts, tuple(draws.tolist()))
 
@@ -57,8 +60,9 @@ def build(table: RequestTable, batch: Batch, rank: int) -> StepInput:
     owner = np.repeat(np.arange(num_requests), counts)
     offset = np.arange(total) - batch.starts[owner]
     positions = table.num_computed[rows][owner] + offset
-    tables = np.full((bucket.num_seqs, bucket.context_len // table.block_size), NO_BLOCK, np.int32)
-    tables[:num_requests] = table.block_tables[rows]
+    width = bucket.context_len // table.block_size
+    tables = np.full((bucket.num_seqs, width), NO_BLOCK, np.int32)
+    tables[:num_requests] = table.block_tables[rows, :width]
     blocks = tables[owner, positions // table.block_size].astype(np.int64)
     ids = table.token_ids[rows[owner], positions]
     if total and (ids.min() < 0 or blocks.min() <= 0):
