@@ -14,7 +14,15 @@ from neuron_core.errors import CapacityError, ConfigError
 from neuron_core.kv.layout import KVLayout
 from neuron_core.kv.slots import blocks_for
 
-__all__ = ["DEFAULT_KV_CAP_FRACTION", "DEFAULT_RESERVE_BYTES", "MemoryBudget", "format_bytes", "module_bytes"]
+__all__ = [
+    "DEFAULT_KV_CAP_FRACTION",
+    "DEFAULT_RESERVE_BYTES",
+    "MemoryBudget",
+    "bytes_per_block",
+    "format_bytes",
+    "format_rows",
+    "module_bytes",
+]
 
 MIB = 1024**2
 
@@ -118,38 +126,46 @@ class MemoryBudget:
 
     def num_blocks(self, layouts: Sequence[KVLayout]) -> int:
         """Blocks that fit, the null block included; a block id takes one block of every layer."""
-        return self.kv_bytes // _bytes_per_block(layouts)
+        return self.kv_bytes // bytes_per_block(layouts)
 
     def require_one_request(
         self, max_model_len: int, layouts: Sequence[KVLayout], num_blocks: int | None = None
     ) -> None:
         """Raise ``CapacityError`` unless one request of ``max_model_len`` tokens fits beside the null block.
 
-        ``num_blocks`` is vLLM's ``--num-gpu-blocks-override``; None means what the budget holds. The message
-        has the numbers, a ``--max-model-len`` that works and the flag that gives more memory.
+        ``num_blocks`` is vLLM's ``--num-gpu-blocks-override``; None means what the budget holds. It must itself
+        fit what is free, because vLLM allocates it whatever the budget says; below 1 it is a ``ConfigError``. The
+        message has the numbers, a ``--max-model-len`` that works and the flag that gives more memory.
         """
         block_size = min(layout.block_size for layout in layouts)
-        have = self.num_blocks(layouts) if num_blocks is None else num_blocks
         need = blocks_for(max_model_len, block_size) + 1
+        if num_blocks is not None:
+            self._check_override(num_blocks, layouts)
+        have = self.num_blocks(layouts) if num_blocks is None else num_blocks
         if have >= need:
             return
-        per_block = _bytes_per_block(layouts)
+        per_block = bytes_per_block(layouts)
         holds = f"{have} blocks" if num_blocks is not None else f"{have} ({format_bytes(self.kv_bytes)})"
         fits = max(0, have - 1) * block_size
         shorter = f"--max-model-len {fits} works" if fits else "no --max-model-len works"
-        if num_blocks is not None:
+        if num_blocks is None:
+            remedy = self._remedy(need * per_block)
+        elif need <= self._most_blocks(layouts):
             remedy = f"raise --num-gpu-blocks-override to {need} or more"
         else:
-            remedy = self._remedy(need * per_block)
+            remedy = f"free memory: only {self._most_blocks(layouts)} blocks fit here"
         raise CapacityError(
             f"KV cache too small: one request of max_model_len={max_model_len} needs {need} blocks "
             f"({format_bytes(need * per_block)}; {block_size} tokens a block, the null block included), "
-            f"but the cache holds {holds}. "
-            f"{shorter}; or {remedy}.\n{self.describe()}"
+            f"but the cache holds {holds}: short by {format_bytes((need - have) * per_block)}. "
+            f"{shorter}; or {remedy}.\n{self.describe(layouts, num_blocks)}"
         )
 
-    def describe(self) -> str:
-        """The whole calculation as text of several lines, for the log."""
+    def describe(self, layouts: Sequence[KVLayout] = (), num_blocks: int | None = None) -> str:
+        """The whole calculation as text of several lines, for the log.
+
+        With ``layouts`` it ends in blocks and tokens; ``num_blocks`` is vLLM's ``--num-gpu-blocks-override``.
+        """
         limits = self.limits
         rows = [
             ("total (this rank's share)", format_bytes(self.total_bytes)),
@@ -165,8 +181,9 @@ class MemoryBudget:
             ("limit: free - headroom - reserve", format_bytes(limits["free"])),
             (f"KV cache (by {self.limited_by})", format_bytes(self.kv_bytes)),
         ]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(["Memory budget:", *(f"  {name:<{width}}  {size:>10}" for name, size in rows)])
+        if layouts:
+            rows += self._block_rows(layouts, num_blocks)
+        return format_rows("Memory budget:", rows)
 
     @property
     def _headroom(self) -> int:
@@ -175,6 +192,39 @@ class MemoryBudget:
     @property
     def _free_for_kv(self) -> int:
         return self.free_bytes - self._headroom
+
+    def _block_rows(self, layouts: Sequence[KVLayout], num_blocks: int | None) -> list[tuple[str, str]]:
+        per_block = bytes_per_block(layouts)
+        rows = [("one block of every layer", format_bytes(per_block))]
+        count = self.num_blocks(layouts)
+        if num_blocks is not None:
+            count = num_blocks
+            rows.append(("KV cache (by --num-gpu-blocks-override)", format_bytes(count * per_block)))
+        tokens = max(0, count - 1) * min(layout.block_size for layout in layouts)
+        return [*rows, ("blocks, the null block included", f"{count}"), ("tokens they hold", f"{tokens}")]
+
+    def _most_blocks(self, layouts: Sequence[KVLayout]) -> int:
+        """The largest ``--num-gpu-blocks-override`` that can be allocated."""
+        room = self._free_for_kv if self.requested_kv_bytes is None else self.requested_kv_bytes
+        return max(0, room) // bytes_per_block(layouts)
+
+    def _check_override(self, num_blocks: int, layouts: Sequence[KVLayout]) -> None:
+        most = self._most_blocks(layouts)
+        if num_blocks < 1:
+            hint = "must be at least 2: a request's block and the null block"
+            raise ConfigError("--num-gpu-blocks-override", num_blocks, hint)
+        if num_blocks <= most:
+            return
+        needs = format_bytes(num_blocks * bytes_per_block(layouts))
+        if self.requested_kv_bytes is not None:
+            room = f"--kv-cache-memory-bytes {self.requested_kv_bytes} allows"
+        else:
+            room = f"is free: {format_bytes(self.free_bytes)} less {format_bytes(self._headroom)} headroom"
+        works = f"--num-gpu-blocks-override {most} works" if most else "not even one block fits"
+        raise CapacityError(
+            f"--num-gpu-blocks-override {num_blocks} ({needs}) is more than {room}; {works}\n"
+            f"{self.describe(layouts, num_blocks)}"
+        )
 
     def _check_request(self, requested: int) -> None:
         if requested < 1:
@@ -208,6 +258,13 @@ def module_bytes(modules: Iterable[nn.Module]) -> int:
     return sum(storages.values())
 
 
+def format_rows(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """A table for the log: a title line, then names to the left and figures to the right."""
+    names = max(len(name) for name, _ in rows)
+    figures = max(len(figure) for _, figure in rows)
+    return "\n".join([title, *(f"  {name:<{names}}  {figure:>{figures}}" for name, figure in rows)])
+
+
 def format_bytes(size: int) -> str:
     """A size for people: ``512 B``, ``1.5 MiB``, ``23.0 GiB``."""
     if abs(size) < 1024:
@@ -216,7 +273,8 @@ def format_bytes(size: int) -> str:
     return f"{size / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
-def _bytes_per_block(layouts: Sequence[KVLayout]) -> int:
+def bytes_per_block(layouts: Sequence[KVLayout]) -> int:
+    """Bytes one block id takes in all layers together; raises ``ValueError`` without a layer."""
     if not layouts:
         raise ValueError("a KV budget needs at least one layer's layout")
     return sum(layout.block_bytes for layout in layouts)

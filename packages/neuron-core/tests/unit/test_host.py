@@ -52,6 +52,39 @@ def test_v2_takes_the_tightest_level_and_counts_inactive_cache_as_free(tmp_path:
     assert sizes(host) == (1000 * MIB, 150 * MIB)
 
 
+def test_v2_memory_above_the_throttling_limit_of_an_ancestor_is_not_counted(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup/"
+    host = plant(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/app\n",
+            base + "pod/memory.max": f"{1000 * MIB}\n",
+            base + "pod/memory.high": f"{700 * MIB}\n",
+            base + "pod/memory.current": f"{400 * MIB}\n",
+            base + "pod/app/memory.high": "max\n",
+            base + "pod/app/memory.current": f"{300 * MIB}\n",
+        },
+    )
+    assert sizes(host) == (700 * MIB, 300 * MIB)
+
+
+def test_v1_limit_of_an_ancestor_counts(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup/memory/"
+    host = plant(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/slice/job/step\n",
+            base + "slice/memory.limit_in_bytes": f"{900 * MIB}\n",
+            base + "slice/memory.usage_in_bytes": f"{600 * MIB}\n",
+            base + "slice/job/memory.limit_in_bytes": "9223372036854771712\n",
+            base + "slice/job/memory.usage_in_bytes": f"{500 * MIB}\n",
+            base + "slice/job/step/memory.limit_in_bytes": f"{2000 * MIB}\n",
+            base + "slice/job/step/memory.usage_in_bytes": f"{100 * MIB}\n",
+        },
+    )
+    assert sizes(host) == (900 * MIB, 300 * MIB)
+
+
 def test_v1_in_a_container_finds_its_group_at_the_mount(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/memory/"
     host = plant(

@@ -55,10 +55,11 @@ def test_blocks_fill_the_budget_to_less_than_one_block(budget: MemoryBudget) -> 
     assert blocks * BLOCK <= budget.kv_bytes < (blocks + 1) * BLOCK
 
 
-@given(budget=budgets, max_model_len=st.integers(1, 200_000), override=st.none() | st.integers(0, 5000))
+@given(budget=budgets, max_model_len=st.integers(1, 200_000), override=st.none() | st.integers(1, 5000))
 def test_a_request_is_refused_exactly_when_its_blocks_run_out(
     budget: MemoryBudget, max_model_len: int, override: int | None
 ) -> None:
+    assume(override is None or 1 <= override <= allocatable(budget))
     have = budget.num_blocks(LAYOUTS) if override is None else override
     free_blocks = set(range(1, have))  # block 0 is the null block
     taken = {1 + position // 16 for position in range(0, max_model_len, 16)}
@@ -77,11 +78,19 @@ def test_a_request_is_refused_exactly_when_its_blocks_run_out(
     follow_advice(budget, str(caught.value), max_model_len, override)
 
 
+def allocatable(budget: MemoryBudget) -> int:
+    """Blocks that a plain count finds room for in free memory."""
+    return max(0, budget.free_bytes - budget.activation_bytes - budget.reserve_bytes) // BLOCK
+
+
 def follow_advice(budget: MemoryBudget, message: str, max_model_len: int, override: int | None) -> None:
     """Do what the message says about memory; the request must then fit."""
     if match := re.search(r"--num-gpu-blocks-override to (\d+)", message):
         assert override is not None
         budget.require_one_request(max_model_len, LAYOUTS, int(match[1]))
+        return
+    if override is not None:
+        assert f"only {allocatable(budget)} blocks fit here" in message
         return
     if match := re.search(r"--gpu-memory-utilization to ([\d.]+)", message):
         raised = dataclasses.replace(budget, utilization=float(match[1]))
@@ -93,6 +102,47 @@ def follow_advice(budget: MemoryBudget, message: str, max_model_len: int, overri
     else:
         assert "free memory" in message
         assert (-(-max_model_len // 16) + 1) * BLOCK > budget.free_bytes - 3 * GIB
+
+
+@given(budget=budgets, override=st.integers(1, 100_000))
+def test_an_override_is_refused_exactly_when_it_cannot_be_allocated(
+    budget: MemoryBudget, override: int
+) -> None:
+    most = allocatable(budget)
+    assume(most >= 2)
+    if override <= most:
+        budget.require_one_request(max(1, (override - 1) * 16), LAYOUTS, max(2, override))
+        return
+    with pytest.raises(CapacityError) as caught:
+        budget.require_one_request(1, LAYOUTS, override)
+    assert f"--num-gpu-blocks-override {override} (" in str(caught.value)
+    assert f"--num-gpu-blocks-override {most} works" in str(caught.value)
+    budget.require_one_request((most - 1) * 16, LAYOUTS, most)
+
+
+@pytest.mark.parametrize("blocks", [0, -3])
+def test_an_override_that_holds_nothing_is_refused_by_name(blocks: int) -> None:
+    budget = MemoryBudget(4 * GIB, 3 * GIB, 0.9, 0)
+    with pytest.raises(ConfigError, match=rf"--num-gpu-blocks-override={blocks}: must be at least 2"):
+        budget.require_one_request(1, LAYOUTS, blocks)
+
+
+def test_an_override_above_the_explicit_size_names_both() -> None:
+    budget = MemoryBudget(4 * GIB, 3 * GIB, 0.9, 0, requested_kv_bytes=10 * BLOCK)
+    budget.require_one_request(16, LAYOUTS, 10)
+    with pytest.raises(CapacityError) as caught:
+        budget.require_one_request(16, LAYOUTS, 11)
+    assert "--num-gpu-blocks-override 11" in str(caught.value)
+    assert f"--kv-cache-memory-bytes {10 * BLOCK} allows" in str(caught.value)
+    assert "--num-gpu-blocks-override 10 works" in str(caught.value)
+
+
+def test_the_log_ends_in_blocks_and_tokens() -> None:
+    budget = MemoryBudget(4 * GIB, 3 * GIB, 0.9, 0, requested_kv_bytes=10 * BLOCK + 5)
+    lines = [line.split() for line in budget.describe(LAYOUTS).splitlines()]
+    assert [line[-1] for line in lines[-2:]] == ["10", str(9 * 16)]
+    lines = [line.split() for line in budget.describe(LAYOUTS, 7).splitlines()]
+    assert [line[-1] for line in lines[-2:]] == ["7", str(6 * 16)]
 
 
 def test_numbers_of_a_typical_host() -> None:
@@ -121,7 +171,7 @@ def test_the_message_has_the_numbers_and_the_flags() -> None:
         budget.require_one_request(8192, LAYOUTS)
     message = str(caught.value)
     assert "max_model_len=8192 needs 513 blocks (180.4 MiB" in message
-    assert "holds 125 (44.0 MiB)" in message
+    assert "holds 125 (44.0 MiB): short by 136.4 MiB" in message
     assert "--max-model-len 1984 works" in message
     assert "--gpu-memory-utilization to 0.54" in message
     assert "--kv-cache-memory-bytes 189112320" in message

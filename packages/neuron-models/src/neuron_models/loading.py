@@ -5,13 +5,13 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from neuron_core.errors import CheckpointError
 from neuron_models.checkpoint import Checkpoint, check_float
+from neuron_models.filling import Piece, Progress, fill, pieces_of, readers_for
 from neuron_parallel import ParallelGroup, ShardBlock, shard_of
 
 MAX_LISTED = 20
@@ -49,7 +49,11 @@ class _Target:
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, folder: str | os.PathLike[str], group: ParallelGroup, rank: int
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    group: ParallelGroup,
+    rank: int,
+    progress: Progress | None = None,
 ) -> LoadStats:
     """Fill every parameter of ``model`` from the safetensors files of ``folder``, for ``rank`` of ``group``.
 
@@ -57,14 +61,15 @@ def load_weights(
     `CheckpointError` listing the names if a tensor is missing, unexpected, wrongly shaped or not floating
     point, or the file if one is truncated; nothing is filled then. A model's ``derived_tensors`` lists
     endings of names that may be present and are not used. A tied weight may be stored under any of its names,
-    or under all if equal.
+    or under all if equal. ``progress`` is called with the bytes read and those to read.
     """
     started = time.perf_counter()
     checkpoint = Checkpoint(folder)
     targets = list(_targets(model))
     _check(checkpoint, targets, getattr(model, "derived_tensors", ()))
-    for target in sorted(targets, key=lambda target: _file_of(checkpoint, target)):
-        _fill(checkpoint, target, group, rank)
+    fill(list(_pieces(checkpoint, targets, group, rank)), readers_for(group.size), progress)
+    for target in targets:
+        _check_ties(checkpoint, target, group, rank)
     parameters = list(model.parameters())
     size = sum(parameter.nbytes for parameter in parameters)
     return LoadStats(len(parameters), size, time.perf_counter() - started)
@@ -124,21 +129,25 @@ def _listed(names: list[str]) -> str:
     return ", ".join(sorted(names)[:MAX_LISTED]) + more
 
 
-def _file_of(checkpoint: Checkpoint, target: _Target) -> Path:
-    return checkpoint.tensors[_stored_names(checkpoint, target)[0]].file
-
-
 def _stored_names(checkpoint: Checkpoint, target: _Target) -> list[str]:
     return [name for name in (target.source, *target.aliases) if name in checkpoint.tensors]
 
 
-def _fill(checkpoint: Checkpoint, target: _Target, group: ParallelGroup, rank: int) -> None:
+def _pieces(
+    checkpoint: Checkpoint, targets: Iterable[_Target], group: ParallelGroup, rank: int
+) -> Iterator[Piece]:
+    for target in targets:
+        start, stop = target.block.span(rank, group.size)
+        filled = target.region.narrow(target.dim, 0, stop - start)
+        target.region.narrow(target.dim, stop - start, target.block.local_size - (stop - start)).zero_()
+        stored = checkpoint.tensors[_stored_names(checkpoint, target)[0]]
+        yield from pieces_of(stored, target.dim, start, stop, filled)
+
+
+def _check_ties(checkpoint: Checkpoint, target: _Target, group: ParallelGroup, rank: int) -> None:
     start, stop = target.block.span(rank, group.size)
     stored = _stored_names(checkpoint, target)
     filled = target.region.narrow(target.dim, 0, stop - start)
-    target.region.narrow(target.dim, stop - start, target.region.shape[target.dim] - (stop - start)).zero_()
-    for row, piece in checkpoint.read(stored[0], target.dim, start, stop):
-        filled.narrow(0, row, piece.shape[0]).copy_(piece)
     for name in stored[1:]:
         for row, piece in checkpoint.read(name, target.dim, start, stop):
             if not torch.equal(filled.narrow(0, row, piece.shape[0]), piece.to(filled.dtype)):

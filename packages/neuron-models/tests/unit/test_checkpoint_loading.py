@@ -171,6 +171,7 @@ def test_tied_weights_that_differ_are_refused(driver, tmp_path):
 def test_ranks_together_hold_the_checkpoint(checkpoint, monkeypatch, window_bytes):
     # Four ranks, two KV heads: rank r holds query head r and KV head r // 2. A tiny window reads row by row.
     monkeypatch.setattr("neuron_models.checkpoint.WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr("neuron_models.filling.PIECE_BYTES", window_bytes)
     config, folder, tensors = checkpoint
     models = [load(config, folder, world=4, rank=rank)[0] for rank in range(4)]
     layers = [model.model.layers[1] for model in models]
@@ -213,10 +214,12 @@ def large(driver, tmp_path_factory):
     (folder / SINGLE).unlink()
 
 
-@pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1)])
-def test_peak_memory_of_loading_stays_within_1_3_of_the_ranks_weights(large, world, rank):
+@pytest.mark.parametrize(
+    ("world", "rank", "dtype"), [(1, 0, "bfloat16"), (2, 1, "bfloat16"), (2, 1, "float32")]
+)
+def test_peak_memory_of_loading_stays_within_1_3_of_the_ranks_weights(large, world, rank, dtype):
     worker = Path(__file__).parent / "load_memory_worker.py"
-    command = [sys.executable, worker, large, str(world), str(rank), "bfloat16"]
+    command = [sys.executable, worker, large, str(world), str(rank), dtype]
     result = json.loads(
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
     )

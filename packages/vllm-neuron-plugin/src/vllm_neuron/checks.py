@@ -117,6 +117,22 @@ REFUSALS = (
         (0,),
         "not supported; use 0 and a larger --tensor-parallel-size if the weights do not fit",
     ),
+    Refusal(
+        "--offload-backend",
+        lambda c: c.offload_config.offload_backend,
+        ("auto",),
+        "weights are not offloaded; use auto",
+    ),
+    _unset("--cpu-offload-params", lambda c: sorted(c.offload_config.uva.cpu_offload_params) or None),
+    Refusal(
+        "--safetensors-load-strategy",
+        lambda c: c.load_config.safetensors_load_strategy,
+        (None, "prefetch"),
+        "files are always read slice by slice, ahead of use; leave it out",
+    ),
+    _unset(
+        "--model-loader-extra-config", lambda c: _given(c.load_config.model_loader_extra_config or None)
+    ),
     _off("--enable-return-routed-experts", lambda c: c.aux_output_config.enable_return_routed_experts),
     Refusal(
         "--load-format",

@@ -13,27 +13,36 @@ from vllm.model_executor.model_loader.weight_utils import download_weights_from_
 from neuron_core.errors import ConfigError
 from neuron_models import load_weights
 from neuron_parallel import ParallelGroup
+from vllm_neuron.load_progress import LoadProgress
 
 FORMATS = ("auto", "safetensors", "hf", "dummy")
 DUMMY_SCALE = 0.02
 
 
-def fill_weights(model: nn.Module, vllm_config: VllmConfig, group: ParallelGroup, *, dummy: bool) -> None:
-    """Fill ``model`` from its checkpoint, or with small random numbers under ``--load-format dummy``."""
+def fill_weights(
+    model: nn.Module, vllm_config: VllmConfig, group: ParallelGroup, *, dummy: bool, shown: bool
+) -> str:
+    """Fill ``model`` from its checkpoint, or with small random numbers under ``--load-format dummy``.
+
+    Returns what was read, in words for the log. ``shown`` lets a long load show its progress, unless vLLM's
+    ``--no-use-tqdm-on-load`` is given.
+    """
     load = vllm_config.load_config
     load_format = str(load.load_format)
     if load_format not in FORMATS:
         raise ConfigError("load_format", load_format, f"is not supported; use one of {', '.join(FORMATS)}")
     if dummy or load_format == "dummy":
         _fill_at_random(model, vllm_config.model_config.seed or 0)
-        return
+        return "random numbers, no file was read"
     source = vllm_config.model_config.model
     folder = source
     if not os.path.isdir(source):
         folder = download_weights_from_hf(
             source, load.download_dir, ["*.safetensors"], vllm_config.model_config.revision
         )
-    load_weights(model, folder, group, group.rank())
+    with LoadProgress(shown=shown and load.use_tqdm_on_load) as progress:
+        stats = load_weights(model, folder, group, group.rank(), progress=progress)
+    return f"{stats.num_tensors} parameters read in {stats.seconds:.2f} s ({stats.gb_per_s:.2f} GB/s)"
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from vllm_neuron.platform import discovered
 from vllm_neuron.progress import WarmUpProgress
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.model_runner import NeuronModelRunner
+from vllm_neuron.start_estimate import StartEstimates
 from vllm_neuron.startup_times import StartupTimes
 from vllm_neuron.weights import fill_weights
 
@@ -68,26 +69,48 @@ class NeuronWorker(WorkerBase):
         self.groups = ParallelGroups.create(ParallelPlan(self.parallel_config.tensor_parallel_size))
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Build the model and fill it; raises ``CheckpointError`` listing what does not fit."""
+        """Build the model and fill it.
+
+        Raises ``CapacityError`` before a weight is read if they and one request cannot fit, and
+        ``CheckpointError`` listing tensors that do not fit the model.
+        """
         begun = time.perf_counter()
-        model = build_model(
-            self.model_config.hf_text_config,
-            dtype=self.model_config.dtype,
-            groups=self.groups,
-            block_size=self.cache_config.block_size,
-        )
+        self._require_fit()
+        model = self._make_model(self.groups)
         if not isinstance(model, nn.Module):
             raise ConfigError("architectures", type(model).__name__, "the model must be a torch module")
         self.model = model
-        fill_weights(model, self.vllm_config, self.groups.tp, dummy=load_dummy_weights)
+        read = fill_weights(
+            model, self.vllm_config, self.groups.tp, dummy=load_dummy_weights, shown=self.rank == 0
+        )
         self.neuron_device.prepare(model)
         seconds, size = time.perf_counter() - begun, module_bytes([model])
         self.times.spend("load", seconds)
         self.metrics.model_loaded(seconds, size)
         speed = size / 1e9 / seconds
         logger.info(
-            "rank %d loaded %.2f GB of weights in %.2f s (%.2f GB/s)", self.rank, size / 1e9, seconds, speed
+            "rank %d loaded %.2f GB of weights in %.2f s (%.2f GB/s); %s",
+            self.rank,
+            size / 1e9,
+            seconds,
+            speed,
+            read,
         )
+
+    def _make_model(self, groups: ParallelGroups) -> StaticModel:
+        return build_model(
+            self.model_config.hf_text_config,
+            dtype=self.model_config.dtype,
+            groups=groups,
+            block_size=self.cache_config.block_size,
+        )
+
+    def _require_fit(self) -> None:
+        estimates = StartEstimates(self.vllm_config, self.neuron_device, self._make_model)
+        estimate = estimates.own()
+        estimate.require_fit(estimates.others())
+        if self.rank == 0:
+            logger.info("%s", estimate.table())
 
     def get_model(self) -> nn.Module:
         """The model as a torch module."""
@@ -119,8 +142,8 @@ class NeuronWorker(WorkerBase):
             weights_bytes=module_bytes([self.get_model()]),
             requested_kv_bytes=self.cache_config.kv_cache_memory_bytes,
         )
-        logger.info("%s", budget.describe())
         override = self.cache_config.num_gpu_blocks_override
+        logger.info("%s", budget.describe(self.model.kv_layouts, override))
         budget.require_one_request(self.model_config.max_model_len, self.model.kv_layouts, override)
         return budget.kv_bytes
 

@@ -30,6 +30,10 @@ REFUSED = [
     ),
     ({"kv_offloading_size": 1.0}, "--kv-offloading-size=1.0"),
     ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb=1.0"),
+    ({"offload_backend": "uva"}, "--offload-backend='uva'"),
+    ({"cpu_offload_params": {"a"}}, "--cpu-offload-params=['a']"),
+    ({"safetensors_load_strategy": "eager"}, "--safetensors-load-strategy='eager'"),
+    ({"model_loader_extra_config": {"x": 1}}, "--model-loader-extra-config="),
     ({"enable_prompt_embeds": True}, "--enable-prompt-embeds=True: not supported; leave it off"),
     ({"runner": "pooling"}, "--runner='pooling': only text generation is supported"),
     (

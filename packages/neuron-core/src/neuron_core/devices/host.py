@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import platform
@@ -52,7 +53,7 @@ class Host:
     allowed: frozenset[int] = ALLOWED_CPUS
 
     def total_memory_bytes(self) -> int:
-        """Physical memory, or the tightest control-group limit (v1 or v2) if that is less."""
+        """Physical memory, or the tightest limit (v1 or v2) of this control group and those above if less."""
         limits = [_number(level / h.limit) for h in self._memory() for level in h.levels()]
         return min([self._meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
 
@@ -114,8 +115,9 @@ class Host:
         groups, root = self._groups(), self.sys / "fs/cgroup"
         found = []
         if "" in groups:
-            for mount in (root, root / "unified"):
-                found.append(_Hierarchy(mount, groups[""], "memory.max", "memory.current", "inactive_file"))
+            # Beyond memory.high a group is not ended but stopped until it has given memory back: unusable too.
+            for mount, limit in itertools.product((root, root / "unified"), ("memory.max", "memory.high")):
+                found.append(_Hierarchy(mount, groups[""], limit, "memory.current", "inactive_file"))
         if "memory" in groups:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             found.append(_Hierarchy(root / "memory", groups["memory"], *names))
