@@ -369,3 +369,19 @@ def test_a_builder_that_does_not_load_compiles_for_another_host(tmp_path, cpu_de
         program, specs
     )
     assert torch.equal(served({"x": torch.ones(2, 4)})["y"], torch.full((2, 4), 2.0))
+
+
+class AddFirst(nn.Module):
+    def forward(self, x, y):
+        x += 1
+        return x * y
+
+
+def test_a_value_given_twice_to_a_part_is_one_tensor(tmp_path, cpu_device):
+    specs = {name: ((3,), torch.float32) for name in "ab"}
+    builder = GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path))
+    for inputs in (("a", "b"), ("a", "a")):
+        program = Program((Part("add", AddFirst(), inputs, ("y",)),), ("y",))
+        values, expected = ({name: torch.ones(3) for name in "ab"} for _ in range(2))
+        assert torch.equal(builder.build(program, specs)(values)["y"], program.run_eager(expected)["y"])
+    assert builder.stats.captured == 2

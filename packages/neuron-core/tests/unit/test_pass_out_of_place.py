@@ -244,29 +244,71 @@ def test_a_write_leaves_what_eager_execution_leaves(program, tmp_path):
     check(program, torch.randn(4, 6), torch.randn(4, 6), folder=tmp_path)
 
 
+def sum_of_the_view(x):
+    (turned := x.t()).tril_()
+    return turned.sum(0)
+
+
+def sum_of_its_base(x):
+    x.t().tril_()
+    return x.sum(0)
+
+
+def sum_of_what_follows(x):
+    (turned := x.t()).tril_()
+    return (turned * 1.1).reshape(-1, 2).sum(0)
+
+
+def sum_of_what_follows_a_view_with_gaps(x):
+    (turned := x.t()[::2]).tril_()
+    return (turned * 1.1).sum(0)
+
+
+def sum_of_a_repeated_tensor(x):
+    x.t().expand(2, *x.t().shape)[1].mul_(2)
+    x.t().unfold(1, 3, 2)[:, 1:2].mul_(3)
+    return x.t().sum(0)
+
+
 @pytest.mark.parametrize(
-    "read",
+    "program",
     [
-        lambda x, v: v.sum(0),
-        lambda x, v: x.sum(0),
-        lambda x, v: (v * 1.1).sum(0),
-        lambda x, v: v.reshape(-1).sum(),
+        sum_of_the_view,
+        sum_of_its_base,
+        sum_of_what_follows,
+        sum_of_what_follows_a_view_with_gaps,
+        sum_of_a_repeated_tensor,
     ],
-    ids=["the view", "its base", "what is computed from it", "a view of the view"],
 )
-def test_sums_after_a_write_round_as_eager_sums_do(read, tmp_path):
-    """The order of a sum is that of memory, and the out-of-place ``tril`` of a transposed view is row-major."""
-
-    def program(x):
-        turned = x.t()
-        turned.tril_()
-        return read(x, turned)
-
+def test_sums_after_a_write_round_as_eager_sums_do(program, tmp_path):
+    """A sum follows the order of memory, and the out-of-place ``tril`` of a transposed view is row-major."""
     torch.manual_seed(0)
     x = torch.randn(300, 700)
-    mine, other = x.tril(), x.t().tril()
-    assert not torch.equal(mine.t().contiguous().t().sum(0), mine.sum(0)) and other.is_contiguous()
+    assert not torch.equal(x.t().contiguous().t().sum(0), x.sum(0)) and x.t().tril().is_contiguous()
     check(program, x, folder=tmp_path)
+    check(program, torch.randn(700, 300).t(), folder=tmp_path)
+
+
+def views_of_what_lost_its_gaps(x):
+    x.transpose(1, 2).tril_()
+    scattered = torch.slice_scatter(x, x[:1] * 2, 0, 0, 1)
+    halves = scattered.split(2, 1)[0].view(3, 8) + x.split(2, 1)[0].view(3, 8)
+    return scattered.view(3, 16) + halves.sum() + x.view(torch.int16).sum()
+
+
+def test_views_of_a_tensor_with_gaps_are_not_asked_for_strides_it_no_longer_has(tmp_path):
+    check(views_of_what_lost_its_gaps, torch.randint(9, (6, 4, 4)).float()[::2], folder=tmp_path)
+
+
+def writes_to_nothing(x, y):
+    x[2:2].add_(1)
+    x.as_strided((0, 3), (6, 1)).add_(1)
+    x.unfold(0, 4, 1)[1:].add_(1)
+    return x.mul_(2)
+
+
+def test_a_write_to_no_element_changes_nothing(tmp_path):
+    check(writes_to_nothing, torch.randn(4, 6), torch.randn(4, 6), folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["rotate_", "rotate_untwinned"])

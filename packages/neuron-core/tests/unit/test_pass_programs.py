@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random programs of views and writes: the pure graph equals eager execution and torch.func.functionalize bit for bit.
 
-A program is first run eagerly on examples, which drops steps that make no sense for the tensors at hand; what is
-captured, functionalised and run again is then a plain list of calls.
+A program is first run eagerly, which drops steps that make no sense for the tensors at hand; a list of calls is left.
 """
 
 import itertools
@@ -46,8 +45,8 @@ def _touch(x, y=None):
 _register("shift_(Tensor(a!) x, Tensor y) -> ()", lambda x, y: (x.mul_(2).add_(y), None)[1], lambda *_: None)
 _register("shift(Tensor x, Tensor y) -> Tensor", lambda x, y: x * 2 + y, lambda x, y: x.clone())
 _register("exchange_(Tensor(a!) x, Tensor(b!) y, int n) -> Tensor", _exchange_, lambda x, y, n: x.clone())
-_schema = "exchange(Tensor x, Tensor y, int n) -> (Tensor, Tensor, Tensor)"
-_register(_schema, *[lambda x, y, n: ((x + n) * 2, x + n, y - n)] * 2)
+_exchange = [lambda x, y, n: ((x + n) * 2, x + n, y - n)] * 2
+_register("exchange(Tensor x, Tensor y, int n) -> (Tensor, Tensor, Tensor)", *_exchange)
 _register("touch(Tensor(a!) x, Tensor(b!)? y=None) -> ()", _touch, lambda x, y=None: None)
 
 LAYOUTS = {
@@ -118,8 +117,8 @@ def strided_view(t, a, b):
     double = [2 if a % 3 == 0 and n > 2 else 1 for n in t.shape]
     sizes = [(n + f - 1) // f for n, f in zip(t.shape, double, strict=True)]
     strides = [s * f for s, f in zip(t.stride(), double, strict=True)]
-    order = -1 if a % 2 else 1
-    return t.as_strided([max(1, n - b % 2) for n in sizes][::order], strides[::order])
+    order = slice(None, None, -1 if a % 2 else 1)
+    return t.as_strided([max(1, n - b % 2) for n in sizes][order], strides[order])
 
 
 VIEWS = {
@@ -261,8 +260,7 @@ class Program:
 
     def __init__(self, layout, steps=()):
         self.values = inputs_of(layout)
-        self.storage = [0, 1, 2]
-        self.repeats = [False] * 3
+        self.storage, self.repeats = [0, 1, 2], [False] * 3
         self.bases = list(self.values)
         self.calls = []
         # torch.func.functionalize refuses custom writes and is wrong about unfold and repeated elements.
@@ -302,10 +300,9 @@ class Program:
             return t.numel() > 0 and dense and t.element_size() == base.element_size()
         if kind == "dtype" and self.repeats[step.index]:
             return VIEWS[kind](t, step.a, step.b).element_size() == t.element_size()
-        if kind == "set mask" and t.dim() == 0:
-            return False  # a branch on its only element
-        if kind in TWO_TENSORS and not (step.apart and other.numel() and not overlaps_itself(other)):
-            return False
+        both = step.apart and other.numel() > 0 and not overlaps_itself(other)
+        if (kind in TWO_TENSORS and not both) or (kind == "set mask" and t.dim() == 0):
+            return False  # the mask would be a branch on its only element
         return kind not in WRITES or kind in ("fill", "zero") or not overlaps_itself(t)
 
     def note(self, kind, index):

@@ -22,7 +22,7 @@ from neuron_core.graphs.capture import CapturedGraph, SharedInputs, capture
 from neuron_core.graphs.compiled import CompiledGraph, CompiledProgram
 from neuron_core.graphs.key import canonical_text, graph_key, key_facts
 from neuron_core.graphs.miss import explain_miss
-from neuron_core.graphs.passes import PassManager, default_passes
+from neuron_core.graphs.passes import PassManager, default_passes, repeated_inputs
 from neuron_core.graphs.program import KV_PREFIX, Part, Program, TensorSpec
 from neuron_core.graphs.requests import GraphRecord, request_key
 from neuron_core.graphs.signature import structural_signature
@@ -169,7 +169,7 @@ class GraphBuilder:
     def capture(self, part: Part, specs: tuple[TensorSpec, ...], bucket: str = "") -> CapturedGraph:
         """The pure graph of a part: captured, and through all passes. The cache is not asked."""
         self.stats.captured += 1
-        shared = SharedInputs(dict(part.same_as), part.overlaps)
+        shared = SharedInputs({**repeated_inputs(part).same_as, **dict(part.same_as)}, part.overlaps)
         return self.passes.run(capture(part, specs, self.device.torch_device, bucket, shared=shared))
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class GraphBuilder:
             self._signatures[part.module] = structural_signature(part.module)
         signature = self._signatures[part.module]
         structure = signature if signature is not None else id(part.module)
-        return (structure, part.static, len(part.outputs), part.same_as, part.overlaps)
+        return (structure, part.static, len(part.outputs), part.shared)
 
     def _recorded(
         self, part: Part, signature: str | None, specs: tuple[TensorSpec, ...], bucket: str

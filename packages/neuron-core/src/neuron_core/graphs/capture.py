@@ -158,27 +158,14 @@ def capture(
     ``CompileError`` naming the part, the bucket and the source line for control flow that depends on data, for
     a tensor that is neither a parameter nor a buffer, and for a wrong number of outputs.
     """
-    module = part.module
-    tensors = tensors_of(module)
+    tensors = tensors_of(part.module)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     all_specs = (*(TensorSpec.of(tensor) for tensor in tensors.values()), *specs)
     shared = shared if shared is not None else SharedInputs()
     shared.check(all_specs)
     with mode:
         fakes = [spec.empty(device) for spec in all_specs]
-
-    def call(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        lifted = dict(zip(tensors, flat, strict=False))
-        with stateless._reparametrize_module(module, lifted, tie_weights=True):
-            return part.run(list(flat[len(lifted) :]))
-
-    try:
-        with TRACING, _whole_stack_traces(), torch.no_grad(), mode:
-            traced = make_fx(call, record_stack_traces=True, **_QUIET)(*fakes)
-    except CompileError:
-        raise
-    except Exception as error:
-        raise explain_failure(part, bucket, error) from error
+    traced = _trace(part, tuple(tensors), mode, fakes, bucket)
     graph = CapturedGraph(
         part.name,
         traced,
@@ -196,6 +183,23 @@ def capture(
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return graph
+
+
+def _trace(
+    part: Part, weights: tuple[str, ...], mode: FakeTensorMode, fakes: list[torch.Tensor], bucket: str
+) -> fx.GraphModule:
+    def call(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        lifted = dict(zip(weights, flat, strict=False))
+        with stateless._reparametrize_module(part.module, lifted, tie_weights=True):
+            return part.run(list(flat[len(lifted) :]))
+
+    try:
+        with TRACING, _whole_stack_traces(), torch.no_grad(), mode:
+            return make_fx(call, record_stack_traces=True, **_QUIET)(*fakes)
+    except CompileError:
+        raise
+    except Exception as error:
+        raise explain_failure(part, bucket, error) from error
 
 
 def node_place(node: fx.Node) -> str:

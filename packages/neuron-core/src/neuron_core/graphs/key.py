@@ -164,8 +164,10 @@ def _canonical(value: Any, names: Mapping[fx.Node, str], groups: Mapping[str, st
 
 def reached_ops(graph: CapturedGraph) -> tuple[str, ...]:
     """Names of the custom operators a graph calls, such as ``neuron::kv_write``."""
-    targets = (node.target for node in graph.module.graph.nodes if node.op == "call_function")
-    overloads = (target for target in targets if isinstance(target, torch._ops.OpOverload))
+    calls = (node for node in graph.module.graph.nodes if node.op == "call_function")
+    # A higher-order operator, such as auto_functionalized, has the operator it calls among its arguments.
+    named = (value for node in calls for value in (node.target, *node.args))
+    overloads = (value for value in named if isinstance(value, torch._ops.OpOverload))
     return tuple(sorted({o._schema.name for o in overloads if o.namespace not in _BUILTIN_NAMESPACES}))
 
 

@@ -101,6 +101,11 @@ class Part:
     same_as: tuple[tuple[int, int], ...] = ()
     overlaps: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def shared(self) -> tuple[tuple[object, ...], ...]:
+        """All that says which of its inputs share memory: names given twice count."""
+        return (tuple(self.inputs.index(name) for name in self.inputs), self.same_as, self.overlaps)
+
     def run(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Call the module eagerly; raises ``CompileError`` when it returns a different number of tensors."""
         result = self.module(*inputs, **dict(self.static))

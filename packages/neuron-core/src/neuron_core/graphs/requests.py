@@ -97,7 +97,7 @@ def request_key(
         "default_dtype": str(torch.get_default_dtype()),
         "signature": signature,
         "outputs": len(part.outputs),
-        "shared": [part.same_as, part.overlaps],
+        "shared": part.shared,
         "static": [[name, repr(value)] for name, value in part.static],
         "specs": [spec.to_json() for spec in specs],
         "compiler": [compiler.name, compiler.version(), dict(compiler.flags()), compiler.target()],

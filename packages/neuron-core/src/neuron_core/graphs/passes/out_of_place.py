@@ -240,28 +240,17 @@ class _Rewriter:
         while at.parent is not None:
             path.insert(0, at)
             at = at.parent
-        steps: list[ViewStep] = []
+        steps = [step for item in path for step in item.steps]
         sources: list[fx.Node] = []
-        parents: list[tuple[int, _Tensor]] = []
         for item in path:
             assert item.parent is not None
-            parents.append((len(steps), item.parent))
             source = self._fresh(item.parent, emit)
-            for position, step in enumerate(item.steps):
-                if position > 0:
-                    source = item.steps[position - 1].forward(emit, source)
-                steps.append(step)
+            for step in item.steps:
                 sources.append(source)
-        updates = [*write_back(emit, node, steps, sources, value), value]
-        whole = updates[0]
-        assert whole is not None
-        updated = with_layout(emit, whole, root.captured)
+                source = step.forward(emit, source)
+        updated = with_layout(emit, write_back(emit, node, steps, sources, value), root.captured)
         updated.meta[WRITES] = (written, view.name, previous.name)
         root.value = updated
-        for position, parent in parents:
-            update = updates[position]
-            if parent.parent is not None and update is not None:
-                parent.set(update)
         if tensor is not root:
             tensor.set(value)
 

@@ -26,22 +26,19 @@ _LARGEST_CHECKED = 1 << 22
 
 def write_back(
     emit: Emit, node: fx.Node, steps: Sequence[ViewStep], sources: Sequence[fx.Node], value: fx.Node
-) -> list[fx.Node | None]:
-    """The new value of every source of a chain of views whose last view becomes ``value``.
+) -> fx.Node:
+    """The new value of ``sources[0]``, through a chain of views whose last one becomes ``value``.
 
-    ``steps[i]`` is a view of ``sources[i]``; an entry is None where a new value is not at hand. ``node`` is the
-    write. Raises ``CompileError`` for a view without inverse, and for a write to elements that share memory.
+    ``steps[i]`` is a view of ``sources[i]``; ``node`` is the write. Raises ``CompileError`` for a view without
+    inverse, and for a write to elements that share memory.
     """
-    updates: list[fx.Node | None] = [None] * len(steps)
     pairs = enumerate(zip(steps, sources, strict=True))
     end = next((i for i, (step, source) in pairs if step.repeats(source.meta["val"])), len(steps))
     if end < len(steps):
         value = _by_position(emit, node, steps[end:], sources[end], value)
-        updates[end] = value
     for index in reversed(range(end)):
         value = steps[index].write_back(emit, sources[index], value)
-        updates[index] = value
-    return updates
+    return value
 
 
 def _by_position(
