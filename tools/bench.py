@@ -3,6 +3,7 @@
 
     nox -s bench -- --peer PYTHON     ratios to the vLLM of another interpreter, both run alternately
     nox -s bench -- --self            our own figures, the sampler's cost, and what a busy neighbour costs
+    nox -s bench -- --serve --peer …  a server under load instead (or with --self), and what a prefix hit saves
     nox -s bench -- --capture         memory and seconds of capturing Llama 3.1 70B for eight ranks
 
 No ratio is printed unless both sides were found to compute the same model (see docs/benchmarks.md).
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +26,7 @@ from rich.console import Console
 import bench_answers
 import bench_capture
 import bench_report
+import bench_serve
 import bench_sides
 from bench_report import Figures
 from bench_sides import Side
@@ -50,6 +53,10 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--peer", metavar="PYTHON", help="interpreter that has vLLM's CPU backend")
     what.add_argument("--self", dest="alone", action="store_true", help="measure this side alone")
     what.add_argument("--capture", action="store_true", help="capture a large model's graphs")
+    top.add_argument(
+        "--serve", action="store_true", help="measure servers under load (with --peer or --self)"
+    )
+    top.add_argument("--serve-prompts", type=positive, default=96, help="requests to a server in a round")
     top.add_argument(
         "--peer-env", action="append", default=[], metavar="NAME=VALUE", help="for the peer alone"
     )
@@ -232,17 +239,30 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     mine = bench_sides.ours()
     with tempfile.TemporaryDirectory(prefix="neuron-bench-") as scratch:
         bench = Bench(options, model_folder(options), Path(scratch))
+        serve = bench_serve.ServeBench(options, bench.model, mine)
+        if options.alone and options.serve:
+            return about | serve.alone(mine, bench.caches(mine, 0))
         if options.alone:
             return about | alone(bench, mine)
         other = bench_sides.peer(options.peer, options.peer_env)
         own_vllm = mine.probe(bench.caches(mine, 0))
         bench_sides.check_peer(own_vllm, other.probe(bench.caches(other, 0)))
-        return about | {"vllm": own_vllm[0]} | against_peer(bench, mine, other)
+        about["vllm"] = own_vllm[0]
+        if options.serve:
+            about["check"] = bench.check(mine, other)
+            places_of = {"ours": (mine, bench.caches(mine, 0)), "peer": (other, bench.caches(other, 0))}
+            return about | serve.against_peer(places_of)
+        return about | against_peer(bench, mine, other)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and report; returns 0 whatever the figures are."""
-    options = parser().parse_args(argv)
+    top = parser()
+    options = top.parse_args(argv)
+    if options.serve and options.capture:
+        top.error("argument --serve: give it with --peer or --self, not with --capture")
+    # A terminated run stops its server too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found = measure(options)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

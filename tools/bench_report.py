@@ -35,10 +35,15 @@ GOALS = {
     "ttft_s": Goal(0.75, at_least=False),
     "warm_start_s": Goal(0.12, at_least=False),
     "cold_start_s": Goal(0.8, at_least=False),
+    "serve_requests_s": Goal(1.2, at_least=True),
+    "serve_tpot_p99_ms": Goal(1.0, at_least=False),
 }
 """The project's own limits of ratios to the peer; a missed one is shown, and fails nothing."""
 
 SAMPLER_GOAL = Goal(1.2, at_least=False)
+OWN_SERVE_GOALS = {"prefix_hit_ttft_ratio": Goal(0.3, at_least=False)}
+"""Limits of figures that our side alone has; they are ratios already."""
+
 CAPTURE_MEMORY_GOAL = Goal(3072.0, at_least=False)
 
 
@@ -63,6 +68,10 @@ def peer_table(found: dict[str, Any]) -> Table:
         verdict = "" if goal is None else "met" if goal.is_met(ratio) else "missed"
         both = (f"{ours[name]:g}", f"{theirs[name]:g}")
         table.add_row(name, *both, f"{ratio:.2f} ×", span(ratios), str(goal or ""), verdict)
+    for name, goal in OWN_SERVE_GOALS.items():
+        if name in ours:
+            verdict = "met" if goal.is_met(ours[name]) else "missed"
+            table.add_row(name, f"{ours[name]:g}", "", "", "", str(goal), verdict)
     return table
 
 
@@ -94,6 +103,18 @@ def capture_table(found: dict[str, Any]) -> Table:
     return table
 
 
+def serve_table(found: dict[str, Any]) -> Table:
+    """Our server under load, without a peer."""
+    table = Table(title="this plugin's server on the CPU device, 16 clients")
+    for column in ("figure", "value", "goal", ""):
+        table.add_column(column, justify="left" if column in ("figure", "") else "right")
+    for name, value in medians(found["runs"]["ours"]).items():
+        goal = OWN_SERVE_GOALS.get(name)
+        verdict = "" if goal is None else "met" if goal.is_met(value) else "missed"
+        table.add_row(name, f"{value:g}", str(goal or ""), verdict)
+    return table
+
+
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the machine, what was checked, and the table."""
     machine = found["machine"]
@@ -101,7 +122,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         f"{machine['processors']} × {machine['processor']}, load before {machine['load_before']:.2f}"
     )
     if "ours busy" not in found["runs"] and "check" not in found:
-        console.print(capture_table(found))
+        is_served = "serve_requests_s" in found["runs"]["ours"][0]
+        console.print(serve_table(found) if is_served else capture_table(found))
         return
     if "check" not in found:
         console.print(own_table(found))

