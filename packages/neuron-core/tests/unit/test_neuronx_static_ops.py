@@ -24,16 +24,24 @@ def writes(draw):
 
 
 @settings(deadline=None, max_examples=100)
-@given(writes(), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**32 - 1))
-def test_kv_write_equals_the_reference_bit_for_bit(write, dtype, seed):
+@given(
+    writes(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
+    st.sampled_from([None, 0.3, 2.0]),
+    st.integers(0, 2**32 - 1),
+)
+def test_kv_write_equals_the_reference_bit_for_bit(write, dtype, scale, seed):
     blocks, block_size, slots = write
     generator = torch.Generator().manual_seed(seed)
     kv = torch.randn(blocks, 2, block_size, 6, generator=generator).to(dtype)
     key, value = (torch.randn(len(slots), 2, 3, generator=generator) for _ in range(2))
     slots = torch.tensor(slots, dtype=torch.int32)
     before = kv.clone()
-    assert torch.equal(kv_write(kv, key, value, slots), reference.kv_write(kv, key, value, slots))
-    assert torch.equal(kv, before)
+    is_fp8 = dtype == torch.float8_e4m3fn
+    scales = [torch.tensor([scale, 0.5])] * 2 + [240.0] if is_fp8 and scale is not None else []
+    results = [write(kv, key, value, slots, *scales) for write in (kv_write, reference.kv_write)]
+    assert torch.equal(*(result.view(torch.uint8) for result in results))
+    assert torch.equal(kv.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_every_op_of_ours_but_packed_weights_has_a_static_form():
@@ -50,7 +58,8 @@ def test_the_static_form_can_be_traced_and_the_reference_cannot():
     def trace(function):
         with FakeTensorMode():
             inputs = [torch.empty(4, 2, 4, 6), *(torch.empty(3, 2, 3) for _ in range(2))]
-            return make_fx(function)(*inputs, torch.empty(3, dtype=torch.int32))
+            slots = torch.empty(3, dtype=torch.int32)
+            return make_fx(lambda *given: function(*given))(*inputs, slots)
 
     graph = trace(kv_write)
     assert all(node.target is not torch.ops.aten.nonzero.default for node in graph.graph.nodes)

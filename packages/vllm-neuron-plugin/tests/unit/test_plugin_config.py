@@ -22,7 +22,9 @@ def test_defaults():
     assert NeuronConfig.from_additional_config({}) == parse() == NeuronConfig()
 
 
-def test_every_key_is_taken():
+def test_every_key_is_taken(tmp_path):
+    scales = tmp_path / "scales.safetensors"
+    scales.touch()
     config = parse(
         prefill_buckets=[16, 64],
         decode_buckets=[1, 4],
@@ -30,9 +32,10 @@ def test_every_key_is_taken():
         max_prefill_seqs=2,
         max_consecutive_prefills=3,
         compiler="fx",
+        kv_scales=str(scales),
         on_device_sampling=False,
     )
-    assert config == NeuronConfig((16, 64), (1, 4), (128,), 2, 3, "fx", False)
+    assert config == NeuronConfig((16, 64), (1, 4), (128,), 2, 3, "fx", str(scales), False)
     hash(config)
 
 

@@ -37,8 +37,9 @@ REFUSED = [
     ({"enable_prompt_embeds": True}, "--enable-prompt-embeds=True: not supported; leave it off"),
     ({"runner": "pooling"}, "--runner='pooling': only text generation is supported"),
     (
-        {"kv_cache_dtype": "fp8"},
-        "--kv-cache-dtype='fp8': the cache holds the model's own type (float32); use auto",
+        {"kv_cache_dtype": "fp8_e5m2"},
+        "--kv-cache-dtype='fp8_e5m2': the cache holds the model's own type (float32) or 8-bit floats; "
+        "use auto or fp8 or fp8_e4m3",
     ),
     ({"dtype": "float16"}, "--dtype='float16': not supported; use bfloat16 or float32"),
     ({"block_size": 24}, "--block-size=24: must be a multiple of 16; 16 and 32 work"),
@@ -142,6 +143,8 @@ def test_chunking_off_with_a_budget_below_the_model_length_names_the_budget(make
         {"block_size": 16},
         {"block_size": 32},
         {"kv_cache_dtype": "auto"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3"},
         {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
     ],
     ids=str,

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neuron_core.ops import reference
 from neuron_core.ops.library import PANEL
 
 
@@ -54,12 +55,26 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return gated
 
 
-def kv_write_(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+def kv_write_(
+    kv: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    fp8_max: float = 448.0,
+) -> None:
     """Write ``key`` and ``value`` ``[T, KH, D]`` to ``slots [T]`` of ``kv [blocks, KH, block_size, 2D]``, in place.
 
-    Slot -1 writes nothing.
+    Slot -1 writes nothing. A cache of float8_e4m3fn, and no other, holds them divided by ``k_scale`` and ``v_scale``
+    (float32 ``[1]`` or ``[KH]``) and clamped to ``fp8_max``, at most 448; see :func:`reference.quantized`.
     """
-    torch.ops.neuron.kv_write_(kv, key, value, slots)
+    if kv.dtype == torch.float8_e4m3fn:
+        torch.ops.neuron.kv_write_(kv, key, value, slots, k_scale, v_scale, fp8_max)
+    else:
+        reference.is_scaled(kv, k_scale, v_scale)
+        torch.ops.neuron.kv_write_(kv, key, value, slots)
 
 
 def paged_attention(
@@ -71,10 +86,14 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See :func:`neuron_core.ops.reference.paged_attention`; tokens of this step must be in the cache already."""
+    reference.is_scaled(kv, k_scale, v_scale)
+    scales = () if k_scale is None and v_scale is None else (k_scale, v_scale)
     result: Tensor = torch.ops.neuron.paged_attention(
-        query, kv, block_tables, request_rows, positions, scale, window
+        query, kv, block_tables, request_rows, positions, scale, window, *scales
     )
     return result
 

@@ -45,8 +45,8 @@ def _packed_linear_shape(x: Tensor, weight: Tensor, columns: int, wide: bool) ->
     return x.new_empty((x.shape[0], columns), dtype=torch.float32 if wide else x.dtype)
 
 
-def _kv_write_(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    kv.copy_(reference.kv_write(kv, key, value, slots))
+def _kv_write_(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor, *scaling: Any) -> None:
+    kv.copy_(reference.kv_write(kv, key, value, slots, *scaling))
 
 
 def _no_shape(*_: object) -> None:
@@ -82,13 +82,21 @@ _define(
     _packed_linear,
     _packed_linear_shape,
 )
-_define("kv_write_(Tensor(a!) kv, Tensor key, Tensor value, Tensor slots) -> ()", _kv_write_, _no_shape)
 _define(
-    "kv_write(Tensor kv, Tensor key, Tensor value, Tensor slots) -> Tensor", reference.kv_write, _like_first
+    "kv_write_(Tensor(a!) kv, Tensor key, Tensor value, Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None,"
+    " float fp8_max=448.0) -> ()",
+    _kv_write_,
+    _no_shape,
+)
+_define(
+    "kv_write(Tensor kv, Tensor key, Tensor value, Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None,"
+    " float fp8_max=448.0) -> Tensor",
+    reference.kv_write,
+    _like_first,
 )
 _define(
     "paged_attention(Tensor query, Tensor kv, Tensor block_tables, Tensor request_rows, Tensor positions,"
-    " float scale, int window) -> Tensor",
+    " float scale, int window, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
     reference.paged_attention,
     _like_first,
 )

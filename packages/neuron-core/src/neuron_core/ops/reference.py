@@ -45,15 +45,54 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def kv_write(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
+def is_scaled(kv: Tensor, *scales: Tensor | None) -> bool:
+    """Whether a cache holds ``torch.float8_e4m3fn``; any other takes no scales, and ``ValueError`` says so."""
+    scaled = kv.dtype == torch.float8_e4m3fn
+    if not scaled and any(scale is not None for scale in scales):
+        raise ValueError(f"neuron op: a cache of {kv.dtype} takes no scales; only float8_e4m3fn does")
+    return scaled
+
+
+def quantized(x: Tensor, scale: Tensor | None, fp8_max: float) -> Tensor:
+    """``x [T, KH, D]`` as float8_e4m3fn: times the reciprocal of ``scale`` ``[1]`` or ``[KH]`` (None = 1) in
+    float32, clamped to ``fp8_max`` (at most 448), and rounded to nearest even. NaN stays NaN.
+    """
+    if not 0.0 < fp8_max <= 448.0:
+        raise ValueError(f"neuron op: fp8_max={fp8_max} must be above 0 and at most 448")
+    wide = x.float() if scale is None else x.float() * scale.reciprocal().unsqueeze(1)
+    return wide.clamp(-fp8_max, fp8_max).to(torch.float8_e4m3fn)
+
+
+def cache_rows(
+    kv: Tensor, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, fp8_max: float
+) -> Tensor:
+    """``key`` and ``value`` ``[T, KH, D]`` as the cache ``kv`` holds them, ``[T, KH, 2D]`` in its dtype."""
+    if is_scaled(kv, k_scale, v_scale):
+        return torch.cat((quantized(key, k_scale, fp8_max), quantized(value, v_scale, fp8_max)), dim=-1)
+    return torch.cat((key, value), dim=-1).to(kv.dtype)
+
+
+def kv_write(
+    kv: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    fp8_max: float = 448.0,
+) -> Tensor:
     """A copy of ``kv [blocks, KH, block_size, 2D]`` with ``key``, ``value`` ``[T, KH, D]`` at ``slots [T]``.
 
-    Slot -1 writes nothing.
+    Slot -1 writes nothing. A float8_e4m3fn cache holds :func:`quantized` keys and values.
     """
     blocks, heads, block_size, _ = kv.shape
     rows = kv.transpose(1, 2).reshape(blocks * block_size, heads, -1).clone()
+    new = cache_rows(kv, key, value, k_scale, v_scale, fp8_max)
     kept = slots >= 0
-    rows[slots[kept].long()] = torch.cat((key, value), dim=-1)[kept].to(kv.dtype)
+    if is_scaled(kv):  # torch cannot put float8 by index
+        rows.view(torch.uint8)[slots[kept].long()] = new[kept].view(torch.uint8)
+    else:
+        rows[slots[kept].long()] = new[kept]
     return rows.view(blocks, block_size, heads, -1).transpose(1, 2).contiguous()
 
 
@@ -65,13 +104,18 @@ def paged_attention(
     positions: Tensor,
     scale: float,
     window: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each token over its request's paged cache, the token itself included.
 
     ``query [T, H, D]``, ``kv [blocks, KH, block_size, 2D]`` (keys first), ``block_tables [R, W]`` (-1 = no block),
     ``request_rows [T]`` (-1 = padding: the result is zero), ``positions [T]``. ``window`` > 0 limits a token to the
     last ``window`` positions. Softmax in float32; the result has the shape and dtype of ``query``.
+    A float8_e4m3fn cache stands for its keys times ``k_scale`` and its values times ``v_scale`` (float32 ``[1]`` or
+    ``[KH]``, None = 1), which are applied to the scores and to the result.
     """
+    is_scaled(kv, k_scale, v_scale)
     tokens, heads, head_dim = query.shape
     block_size, kv_heads = kv.shape[2], kv.shape[1]
     tables = block_tables.long().clamp(min=0)
@@ -80,13 +124,18 @@ def paged_attention(
     context = paged[rows.clamp(min=0)]
     keys, values = context[..., :head_dim], context[..., head_dim:]
     grouped = query.float().view(tokens, kv_heads, heads // kv_heads, head_dim)
+    if k_scale is not None:
+        grouped = grouped * k_scale.view(-1, 1, 1)
     scores = torch.einsum("tkgd,tksd->tkgs", grouped, keys) * scale
     place = torch.arange(tables.shape[1] * block_size, device=query.device)
     seen = place <= positions.long().unsqueeze(1)
     if window > 0:
         seen &= place > positions.long().unsqueeze(1) - window
     weights = scores.masked_fill(~seen[:, None, None, :], float("-inf")).softmax(-1)
-    mixed = torch.einsum("tkgs,tksd->tkgd", weights, values).reshape(tokens, heads, head_dim)
+    mixed = torch.einsum("tkgs,tksd->tkgd", weights, values)
+    if v_scale is not None:
+        mixed = mixed * v_scale.view(-1, 1, 1)
+    mixed = mixed.reshape(tokens, heads, head_dim)
     return torch.where((rows >= 0)[:, None, None], mixed, 0.0).to(query.dtype)
 
 

@@ -14,7 +14,9 @@ from neuron_core import ops
 from neuron_core.graphs.buckets import Bucket
 from neuron_core.graphs.program import Program
 from neuron_core.kv.layout import KVLayout
+from neuron_models.attention import PagedAttention
 from neuron_models.config import ConfigRules
+from neuron_models.kv_scales import SCALE_NAMES
 from neuron_models.layers import GatedMLP, PagedContext, RMSNorm
 from neuron_models.llama.config import RULES, LlamaSpec
 from neuron_models.program import EmbeddingPart, decoder_program
@@ -33,9 +35,11 @@ from neuron_parallel import (
 class LlamaAttention(nn.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, spec: LlamaSpec, group: ParallelGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: LlamaSpec, group: ParallelGroup, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.scale = spec.head_dim**-0.5
+        self.attn = PagedAttention(spec.head_dim, spec.num_kv_heads, group, dtype, kv_dtype)
         self.qkv_proj = QKVParallelLinear(
             spec.hidden_size,
             spec.num_heads,
@@ -53,10 +57,7 @@ class LlamaAttention(nn.Module):
         """``x [T, hidden] -> [T, hidden]``; writes the step's keys and values to ``step.kv``."""
         query, key, value = self.project(x, sequence_parallel)
         query, key = ops.rotary(query, key, step.cos, step.sin)
-        ops.kv_write_(step.kv, key, value, step.slots)
-        mixed = ops.paged_attention(
-            query, step.kv, step.block_tables, step.request_rows, step.positions, scale=self.scale
-        )
+        mixed = self.attn(query, key, value, step)
         y: Tensor = self.o_proj(mixed.flatten(1), sequence_parallel)
         return y
 
@@ -70,9 +71,11 @@ class LlamaDecoderLayer(nn.Module):
 
     attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
 
-    def __init__(self, spec: LlamaSpec, group: ParallelGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: LlamaSpec, group: ParallelGroup, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.self_attn = self.attention_class(spec, group, dtype)
+        self.self_attn = self.attention_class(spec, group, dtype, kv_dtype)
         self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, group, bias=spec.mlp_bias, dtype=dtype)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
@@ -94,10 +97,14 @@ class LlamaModel(nn.Module):
 
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
-    def __init__(self, spec: LlamaSpec, group: ParallelGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: LlamaSpec, group: ParallelGroup, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, group, dtype=dtype)
-        self.layers = nn.ModuleList(self.layer_class(spec, group, dtype) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(
+            self.layer_class(spec, group, dtype, kv_dtype) for _ in range(spec.num_layers)
+        )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
 
 
@@ -106,8 +113,10 @@ class LlamaForCausalLM(nn.Module):
 
     rules: ClassVar[ConfigRules] = RULES
     model_class: ClassVar[type[LlamaModel]] = LlamaModel
-    derived_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
-    """Endings of checkpoint names that older checkpoints store although the config determines them."""
+    derived_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq", *SCALE_NAMES)
+    """Endings of checkpoint names that are no weights: what older checkpoints store although the config determines
+    it, and the scales of an FP8 cache, which `neuron_models.kv_scales` reads.
+    """
 
     kv_layouts: tuple[KVLayout, ...]
 
@@ -122,7 +131,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         spec = LlamaSpec.from_config(config)
         self.vocab_size, self.hidden_size, self.dtype = spec.vocab_size, spec.hidden_size, dtype
-        self.model = self.model_class(spec, groups.tp, dtype)
+        self.model = self.model_class(spec, groups.tp, dtype, kv_dtype)
         self.lm_head = ParallelLMHead(
             spec.vocab_size,
             spec.hidden_size,

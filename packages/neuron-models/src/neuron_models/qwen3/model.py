@@ -21,8 +21,10 @@ from neuron_parallel import ParallelGroup, ParallelPlan
 class Qwen3Attention(LlamaAttention):
     """Grouped-query attention whose query and key heads are normalised before rotation."""
 
-    def __init__(self, spec: LlamaSpec, group: ParallelGroup, dtype: torch.dtype) -> None:
-        super().__init__(spec, group, dtype)
+    def __init__(
+        self, spec: LlamaSpec, group: ParallelGroup, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(spec, group, dtype, kv_dtype)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype)
 

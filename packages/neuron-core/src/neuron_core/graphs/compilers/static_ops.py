@@ -19,7 +19,15 @@ from neuron_core.ops import reference
 __all__ = ["STATIC_FORMS", "kv_write"]
 
 
-def kv_write(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
+def kv_write(
+    kv: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    fp8_max: float = 448.0,
+) -> Tensor:
     """``neuron::kv_write`` as one scatter of ``T`` rows; slot -1 writes nothing.
 
     ``kv [blocks, KH, block_size, 2D]``, ``key``, ``value`` ``[T, KH, D]``, ``slots [T]``. A token without a slot
@@ -27,7 +35,7 @@ def kv_write(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
     row twice in a scatter is harmless, and the cache is read and written only where a token lies.
     """
     block_size, heads = kv.shape[2], kv.shape[1]
-    rows = torch.cat((key, value), dim=-1).to(kv.dtype)
+    rows = reference.cache_rows(kv, key, value, k_scale, v_scale, fp8_max)
     kept = slots >= 0
     first = kept.int().argmax().unsqueeze(0)
     slot = torch.where(kept, slots, slots.index_select(0, first)).long()

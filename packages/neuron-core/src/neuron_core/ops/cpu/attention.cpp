@@ -94,6 +94,27 @@ inline int64_t load_columns(const float* rows, int64_t stride, int64_t head_dim,
   }
   return d;
 }
+inline __m512i widened(const e4m3* place) {  // `to_float` of 16
+  const __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(place)));
+  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7f));
+  const __m512i sign = _mm512_slli_epi32(_mm512_xor_si512(bits, magnitude), 24);
+  __m512i wide = _mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(120 << 23));
+  const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(magnitude), _mm512_set1_ps(0x1p-9f));
+  wide = _mm512_mask_mov_epi32(wide, _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8)), _mm512_castps_si512(small));
+  const __mmask16 is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
+  wide = _mm512_mask_mov_epi32(wide, is_nan, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_or_si512(wide, sign);
+}
+inline int64_t load_columns(const e4m3* rows, int64_t stride, int64_t head_dim, float* columns) {
+  int64_t d = 0;
+  for (; d + 16 <= head_dim; d += 16) {
+    __m512i lanes[16];
+    for (int64_t key = 0; key < kKeys; ++key) lanes[key] = widened(rows + key * stride + d);
+    transpose16(lanes);
+    for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(columns + (d + i) * kKeys, lanes[i]);
+  }
+  return d;
+}
 #else
 template <typename T>
 inline int64_t load_columns(const T*, int64_t, int64_t, float*) { return 0; }
@@ -106,10 +127,10 @@ void key_columns(const T* rows, int64_t stride, int64_t head_dim, float* columns
     for (int64_t key = 0; key < kKeys; ++key) columns[d * kKeys + key] = to_float(rows[key * stride + d]);
 }
 
-template <typename T>
+template <typename T, typename C>
 class Tile {  // the queries of one run for one kv head
  public:
-  Tile(const AttentionShape& shape, const T* kv, const int32_t* table, int64_t kv_head)
+  Tile(const AttentionShape& shape, const C* kv, const int32_t* table, int64_t kv_head)
       : shape_(shape), kv_(kv), table_(table), kv_head_(kv_head), group_(shape.heads / shape.cache.kv_heads),
         dim_(shape.cache.head_dim) {
     const int64_t rows = kQueries * group_;
@@ -133,11 +154,12 @@ class Tile {  // the queries of one run for one kv head
 
  private:
   void load_queries(const T* query, int64_t count) {
+    const float scale = shape_.scale * shape_.k_scale.at(kv_head_);
     for (int64_t t = 0; t < count; ++t)
       for (int64_t g = 0; g < group_; ++g) {
         const T* from = query + t * shape_.query_stride + (kv_head_ * group_ + g) * dim_;
         float* to = &query_[(t * group_ + g) * dim_];
-        for (int64_t d = 0; d < dim_; ++d) to[d] = to_float(from[d]) * shape_.scale;
+        for (int64_t d = 0; d < dim_; ++d) to[d] = to_float(from[d]) * scale;
       }
     std::fill_n(mixed_, count * group_ * dim_, 0.0f);
     std::fill_n(peak_, count * group_, -__builtin_inff());
@@ -148,7 +170,7 @@ class Tile {  // the queries of one run for one kv head
     const auto& cache = shape_.cache;
     const int64_t block = table_[place / cache.block_size];
     const int64_t stride = 2 * dim_;
-    const T* keys = kv_ + ((block * cache.kv_heads + kv_head_) * cache.block_size + place % cache.block_size) * stride;
+    const C* keys = kv_ + ((block * cache.kv_heads + kv_head_) * cache.block_size + place % cache.block_size) * stride;
     key_columns(keys, stride, dim_, columns_);
     // What lies beyond the run's last token is another request's, or was: not even times zero may it be read.
     const int64_t known = std::min<int64_t>(kKeys, positions[count - 1] - place + 1);
@@ -240,16 +262,17 @@ class Tile {  // the queries of one run for one kv head
   }
 
   void finish(int64_t count, T* out) {
+    const float scale = shape_.v_scale.at(kv_head_);
     for (int64_t t = 0; t < count; ++t)
       for (int64_t g = 0; g < group_; ++g) {
         const int64_t row = t * group_ + g;
         T* to = out + (t * shape_.heads + kv_head_ * group_ + g) * dim_;
-        for (int64_t d = 0; d < dim_; ++d) store(to + d, mixed_[row * dim_ + d] / mass_[row]);
+        for (int64_t d = 0; d < dim_; ++d) store(to + d, mixed_[row * dim_ + d] / mass_[row] * scale);
       }
   }
 
   const AttentionShape shape_;
-  const T* kv_;
+  const C* kv_;
   const int32_t* table_;
   int64_t kv_head_, group_, dim_;
   float *query_, *mixed_, *columns_, *values_, *scores_, *peak_, *mass_, *decay_;
@@ -257,8 +280,8 @@ class Tile {  // the queries of one run for one kv head
 
 }  // namespace
 
-template <typename T>
-void paged_attention(const T* query, const T* kv, const int32_t* block_tables, const int32_t* request_rows,
+template <typename T, typename C>
+void paged_attention(const T* query, const C* kv, const int32_t* block_tables, const int32_t* request_rows,
                      const int32_t* positions, T* out, AttentionShape shape) {
   const std::vector<Run> runs = runs_of(request_rows, positions, shape.tokens);
   const int64_t width = shape.heads * shape.cache.head_dim;
@@ -267,7 +290,7 @@ void paged_attention(const T* query, const T* kv, const int32_t* block_tables, c
   const int64_t tasks = static_cast<int64_t>(runs.size()) * shape.cache.kv_heads;
   parallel_chunks(tasks, [&](int64_t task) {
     const Run run = runs[runs.size() - 1 - task / shape.cache.kv_heads];  // the longest contexts first
-    Tile<T> tile(shape, kv, block_tables + request_rows[run.first] * shape.table_width, task % shape.cache.kv_heads);
+    Tile<T, C> tile(shape, kv, block_tables + request_rows[run.first] * shape.table_width, task % shape.cache.kv_heads);
     tile.run(query + run.first * shape.query_stride, positions + run.first, run.count, out + run.first * width);
   });
 }
@@ -287,9 +310,36 @@ void kv_write(T* kv, const T* key, const T* value, const int32_t* slots, int64_t
   }
 }
 
+template <typename T>
+void kv_write_scaled(e4m3* kv, const T* key, const T* value, const int32_t* slots, int64_t tokens, int64_t key_stride,
+                     int64_t value_stride, CacheShape shape, HeadScales k_scale, HeadScales v_scale, float fp8_max) {
+  const int64_t dim = shape.head_dim;
+  const auto write = [&](const T* from, float factor, e4m3* to) {
+    for (int64_t d = 0; d < dim; ++d) {
+      const float scaled = to_float(from[d]) * factor;
+      store(to + d, scaled < -fp8_max ? -fp8_max : scaled > fp8_max ? fp8_max : scaled);
+    }
+  };
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (slots[t] < 0) continue;
+    const int64_t block = slots[t] / shape.block_size, place = slots[t] % shape.block_size;
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      e4m3* to = kv + ((block * shape.kv_heads + head) * shape.block_size + place) * 2 * dim;
+      write(key + t * key_stride + head * dim, 1.0f / k_scale.at(head), to);
+      write(value + t * value_stride + head * dim, 1.0f / v_scale.at(head), to + dim);
+    }
+  }
+}
+
 template void paged_attention(const float*, const float*, const int32_t*, const int32_t*, const int32_t*, float*, AttentionShape);
 template void paged_attention(const bf16*, const bf16*, const int32_t*, const int32_t*, const int32_t*, bf16*, AttentionShape);
+template void paged_attention(const float*, const e4m3*, const int32_t*, const int32_t*, const int32_t*, float*, AttentionShape);
+template void paged_attention(const bf16*, const e4m3*, const int32_t*, const int32_t*, const int32_t*, bf16*, AttentionShape);
 template void kv_write(float*, const float*, const float*, const int32_t*, int64_t, int64_t, int64_t, CacheShape);
 template void kv_write(bf16*, const bf16*, const bf16*, const int32_t*, int64_t, int64_t, int64_t, CacheShape);
+template void kv_write_scaled(e4m3*, const float*, const float*, const int32_t*, int64_t, int64_t, int64_t, CacheShape, HeadScales,
+                              HeadScales, float);
+template void kv_write_scaled(e4m3*, const bf16*, const bf16*, const int32_t*, int64_t, int64_t, int64_t, CacheShape, HeadScales,
+                              HeadScales, float);
 
 }  // namespace neuron

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <tuple>
 
 #include "kernels.h"
@@ -12,6 +13,7 @@ namespace {
 
 using at::Tensor;
 using neuron::bf16;
+using neuron::e4m3;
 
 const bf16* halves(const Tensor& t) { return static_cast<const bf16*>(t.const_data_ptr()); }
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); }
@@ -33,32 +35,60 @@ Tensor packed_linear(const Tensor& x, const Tensor& weight, int64_t columns, boo
 
 neuron::CacheShape cache_shape(const Tensor& kv) { return {kv.size(1), kv.size(2), kv.size(3) / 2}; }
 
+bool is_scaled(const Tensor& kv) { return kv.scalar_type() == at::kFloat8_e4m3fn; }
+
+neuron::HeadScales head_scales(const std::optional<Tensor>& scale, const Tensor& kv) {
+  if (!scale) return {};
+  require(is_scaled(kv), "only a float8_e4m3fn cache takes scales");
+  const int64_t count = scale->numel();
+  require(scale->dim() == 1 && scale->is_contiguous() && scale->scalar_type() == at::kFloat && (count == 1 || count == kv.size(1)),
+          "scales must be contiguous float32 [1] or [kv heads]");
+  return {static_cast<const float*>(scale->const_data_ptr()), count == 1 ? 0 : 1};
+}
+
 void require_rows(const Tensor& t, const Tensor& kv) {
   require(t.dim() == 3 && t.stride(2) == 1 && t.stride(1) == t.size(2), "heads of a token must be adjacent");
-  require(kv.is_contiguous() && kv.scalar_type() == t.scalar_type() && kv.size(3) == 2 * t.size(2) && kv.size(2) % 16 == 0,
-          "the cache must be contiguous [blocks, kv heads, multiple of 16, 2 * head_dim] of the same dtype");
+  require(kv.is_contiguous() && (is_scaled(kv) || kv.scalar_type() == t.scalar_type()) && kv.size(3) == 2 * t.size(2) && kv.size(2) % 16 == 0,
+          "the cache must be contiguous [blocks, kv heads, multiple of 16, 2 * head_dim] of the same dtype or float8_e4m3fn");
   require(t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kFloat, "bfloat16 or float32 only");
 }
 
-void kv_write_(Tensor kv, const Tensor& key, const Tensor& value, const Tensor& slots) {
+void kv_write_(Tensor kv, const Tensor& key, const Tensor& value, const Tensor& slots, const std::optional<Tensor>& k_scale,
+               const std::optional<Tensor>& v_scale, double fp8_max) {
   require_rows(key, kv);
   require_rows(value, kv);
+  require(key.scalar_type() == value.scalar_type(), "key and value must be of one dtype");
+  require(fp8_max > 0 && fp8_max <= 448, "fp8_max must be above 0 and at most 448");
   const auto shape = cache_shape(kv);
+  const neuron::HeadScales keys = head_scales(k_scale, kv), values = head_scales(v_scale, kv);
   void* pool = kv.mutable_data_ptr();
-  if (kv.scalar_type() == at::kFloat)
+  if (is_scaled(kv) && key.scalar_type() == at::kFloat)
+    neuron::kv_write_scaled(static_cast<e4m3*>(pool), floats(key), floats(value), ints(slots), key.size(0), key.stride(0),
+                            value.stride(0), shape, keys, values, static_cast<float>(fp8_max));
+  else if (is_scaled(kv))
+    neuron::kv_write_scaled(static_cast<e4m3*>(pool), halves(key), halves(value), ints(slots), key.size(0), key.stride(0),
+                            value.stride(0), shape, keys, values, static_cast<float>(fp8_max));
+  else if (kv.scalar_type() == at::kFloat)
     neuron::kv_write(static_cast<float*>(pool), floats(key), floats(value), ints(slots), key.size(0), key.stride(0), value.stride(0), shape);
   else
     neuron::kv_write(static_cast<bf16*>(pool), halves(key), halves(value), ints(slots), key.size(0), key.stride(0), value.stride(0), shape);
 }
 
 Tensor paged_attention(const Tensor& query, const Tensor& kv, const Tensor& block_tables, const Tensor& request_rows,
-                       const Tensor& positions, double scale, int64_t window) {
+                       const Tensor& positions, double scale, int64_t window, const std::optional<Tensor>& k_scale,
+                       const std::optional<Tensor>& v_scale) {
   require_rows(query, kv);
   require(block_tables.is_contiguous() && request_rows.is_contiguous() && positions.is_contiguous(), "indices must be contiguous");
   Tensor out = at::empty(query.sizes(), query.options());
   const neuron::AttentionShape shape{query.size(0), query.size(1), block_tables.size(1), query.stride(0), cache_shape(kv),
-                                     static_cast<float>(scale), window};
-  if (kv.scalar_type() == at::kFloat)
+                                     static_cast<float>(scale), window, head_scales(k_scale, kv), head_scales(v_scale, kv)};
+  if (is_scaled(kv) && query.scalar_type() == at::kFloat)
+    neuron::paged_attention(floats(query), static_cast<const e4m3*>(kv.const_data_ptr()), ints(block_tables), ints(request_rows),
+                            ints(positions), static_cast<float*>(out.mutable_data_ptr()), shape);
+  else if (is_scaled(kv))
+    neuron::paged_attention(halves(query), static_cast<const e4m3*>(kv.const_data_ptr()), ints(block_tables), ints(request_rows),
+                            ints(positions), static_cast<bf16*>(out.mutable_data_ptr()), shape);
+  else if (kv.scalar_type() == at::kFloat)
     neuron::paged_attention(floats(query), floats(kv), ints(block_tables), ints(request_rows), ints(positions),
                             static_cast<float*>(out.mutable_data_ptr()), shape);
   else

@@ -25,6 +25,36 @@ inline void store(bf16* place, float value) {  // round to nearest even; NaN sta
   place->bits = static_cast<uint16_t>(value != value ? (wide >> 16) | 0x40u : rounded);
 }
 
+// 8-bit float: sign, four exponent bits (bias 7), three of mantissa; no infinity, NaN is 0x7f. Micikevicius et al. 2022.
+struct e4m3 {
+  uint8_t bits;
+};
+
+// Free of branches, so that loops over it vectorise, and of subnormal floats, which a process may flush to zero.
+inline float to_float(e4m3 value) {
+  const uint32_t magnitude = value.bits & 0x7fu;
+  const uint32_t bits = magnitude == 0x7fu ? 0x7fc00000u : (magnitude << 20) + (120u << 23);
+  float normal;
+  __builtin_memcpy(&normal, &bits, sizeof normal);
+  const float result = magnitude < 8 ? static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f : normal;
+  return value.bits & 0x80u ? -result : result;
+}
+
+// Round to nearest even of a value no larger than 448; NaN stays NaN.
+inline void store(e4m3* place, float value) {
+  uint32_t wide;
+  __builtin_memcpy(&wide, &value, sizeof wide);
+  const uint32_t sign = (wide >> 24) & 0x80u, magnitude = wide & 0x7fffffffu;
+  float absolute;
+  __builtin_memcpy(&absolute, &magnitude, sizeof absolute);
+  const float shifted = absolute + 0x1p14f;  // below 2^-6 the last kept bit is 2^-9, that of a number at 2^14
+  uint32_t low;
+  __builtin_memcpy(&low, &shifted, sizeof low);
+  const uint32_t high = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+  const uint32_t rounded = magnitude < (121u << 23) ? low - (141u << 23) : high;
+  place->bits = static_cast<uint8_t>(sign | (magnitude > 0x7f800000u ? 0x7fu : rounded));
+}
+
 // exp(x) for x <= 0 within 2 ulp; loops over it vectorise. Cephes expf (S. Moshier).
 inline float exp_nonpositive(float x) {
   const float bounded = x < -87.0f ? -87.0f : x;
@@ -52,9 +82,19 @@ struct CacheShape {
   int64_t kv_heads, block_size, head_dim;
 };
 
+// One scale for all kv heads (`step` 0) or one for each (`step` 1); no values stand for 1.
+struct HeadScales {
+  const float* values = nullptr;
+  int64_t step = 0;
+  float at(int64_t head) const { return values ? values[head * step] : 1.0f; }
+};
+
 template <typename T>
 void kv_write(T* kv, const T* key, const T* value, const int32_t* slots, int64_t tokens, int64_t key_stride,
               int64_t value_stride, CacheShape shape);
+template <typename T>
+void kv_write_scaled(e4m3* kv, const T* key, const T* value, const int32_t* slots, int64_t tokens, int64_t key_stride,
+                     int64_t value_stride, CacheShape shape, HeadScales k_scale, HeadScales v_scale, float fp8_max);
 
 template <typename T>
 void rms_norm(const T* x, const T* weight, T* out, int64_t tokens, int64_t heads, int64_t width, int64_t token_stride,
@@ -72,10 +112,11 @@ struct AttentionShape {
   CacheShape cache;
   float scale;
   int64_t window;
+  HeadScales k_scale, v_scale;
 };
 
-template <typename T>
-void paged_attention(const T* query, const T* kv, const int32_t* block_tables, const int32_t* request_rows,
+template <typename T, typename C>
+void paged_attention(const T* query, const C* kv, const int32_t* block_tables, const int32_t* request_rows,
                      const int32_t* positions, T* out, AttentionShape shape);
 
 void greedy(const float* logits, int32_t* out, int64_t rows, int64_t vocab);
