@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random load with aborts, twice what fits, for half a minute (``-m nightly``: half an hour): right, whole and no larger."""
+"""Random load with aborts, twice what fits, for half a minute (nightly: half an hour): right, whole and no larger."""
 
 from __future__ import annotations
 
