@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuron_core.errors import ConfigError
 from neuron_core.graphs.key import text_digest
+from vllm_neuron.checks import kv_dtype
 from vllm_neuron.config import bucket_plan, neuron_config
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class EngineRecord:
 
     model: str
     dtype: str
+    kv_cache_dtype: str
     tensor_parallel_size: int
     compiler: str
     max_model_len: int
@@ -50,6 +52,7 @@ class EngineRecord:
         return cls(
             model=text_digest(json.dumps(sizes, sort_keys=True, default=str)),
             dtype=str(model.dtype),
+            kv_cache_dtype=str(kv_dtype(vllm_config)),
             tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
             compiler=neuron_config(vllm_config).compiler,
             max_model_len=plan.max_model_len,

@@ -27,3 +27,9 @@ def test_a_record_is_of_the_lists_worked_out_and_not_of_what_was_written(make_co
     assert EngineRecord.of(with_contexts(make_config, None)) == EngineRecord.of(
         with_contexts(make_config, [])
     )
+
+
+def test_another_cache_type_is_refused_with_both(make_config, tmp_path):
+    EngineRecord.of(make_config()).write(tmp_path)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='torch.float8_e4m3fn': .* use 'torch\.\w+'"):
+        require_engine(make_config(kv_cache_dtype="fp8"), tmp_path)
