@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever is switched on, greedy fp32 tokens are those of the plain run and of transformers.
 
-The settings are combined so that every pair of values meets; ``-m nightly`` runs the whole product.
+The settings are combined so that every pair of values meets; of those, runs of two ranks are nightly, as is the rest of
+the product.
 """
 
 from __future__ import annotations
@@ -164,9 +165,13 @@ def expected(long_llama: Path, continuations: Any) -> list[list[int]]:
     return continuations(long_llama, PROMPTS, NUM_TOKENS)
 
 
-@pytest.mark.parametrize(
-    ("values", "engine"), [(v, v) for v in CHOSEN], ids=map(named, CHOSEN), indirect=["engine"]
-)
+def chosen_run(values: Values) -> Any:
+    # Two ranks start in two processes, and test_two_ranks.py compares them with one at every change.
+    marks = [pytest.mark.nightly] if values["ranks"] > 1 else []
+    return pytest.param(values, values, id=named(values), marks=marks)
+
+
+@pytest.mark.parametrize(("values", "engine"), [chosen_run(v) for v in CHOSEN], indirect=["engine"])
 def test_tokens_are_those_of_the_plain_run(values, engine, steps, expected):
     # The plain run is the first of these, and transformers' tokens are expected of it too.
     check(values, engine, steps, expected)

@@ -126,7 +126,9 @@ def test_t8_a_model_of_131072_positions_starts_without_a_length(
     limits = {"max_num_seqs": 4, "num_gpu_blocks_override": 8193, "additional_config": buckets}
     engine = engines(folder, **settings | limits)
     assert engine.core.vllm_config.model_config.max_model_len == 131072
-    assert [bucket.name for bucket in engine.runner.plan.all()] == ["prefill_s256", "logits_s64", "decode_b4"]
+    contexts = [131072 >> halvings for halvings in range(9)]  # down to 512
+    decode = [f"decode_b4_c{length}" for length in contexts]
+    assert [bucket.name for bucket in engine.runner.plan.all()] == ["prefill_s256", "logits_s64", *decode]
     assert len(engine.tokens([[7] * 300], greedy(4))[0]) == 4
 
 
