@@ -8,6 +8,7 @@ time of every file, so that an unchanged wheelhouse is known to be good without 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -162,11 +163,11 @@ class _Download:
     def _progress(self, total: int) -> str:
         arriving = 0
         for folder in self._directory.glob(".partial-*"):
-            for path in folder.rglob("*"):
-                try:
-                    arriving += path.stat().st_size if path.is_file() else 0
-                except FileNotFoundError:  # pip moved it meanwhile
-                    continue
+            # Not rglob: pip moves files and the folder goes while this looks, which os.walk passes over.
+            for parent, _, names in os.walk(folder):
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):
+                        arriving += os.stat(os.path.join(parent, name)).st_size
         done = min(self._done_bytes + arriving, total)
         return f"{done * 100 // max(total, 1)} %, {megabytes(done)}, {self._done_files} files"
 
