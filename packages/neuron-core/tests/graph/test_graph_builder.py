@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs are built once per distinct part, start warm without tracing, and equal eager execution."""
 
+import ast
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from torch import nn
 from neuron_core.errors import CompileError
 from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.cache import CompileCache
+from neuron_core.graphs.compilers import wrapper
 from neuron_core.graphs.compilers.fx import FxCompiler
 from neuron_core.graphs.compilers.inductor import InductorCompiler
 from neuron_core.graphs.inline import inline
@@ -385,3 +389,25 @@ def test_a_value_given_twice_to_a_part_is_one_tensor(tmp_path, cpu_device):
         values, expected = ({name: torch.ones(3) for name in "ab"} for _ in range(2))
         assert torch.equal(builder.build(program, specs)(values)["y"], program.run_eager(expected)["y"])
     assert builder.stats.captured == 2
+
+
+def test_compile_threads_build_syntax_trees_one_at_a_time(
+    tmp_path, cpu_device, session_toolchain, monkeypatch
+):
+    """Two at once can fail in Python 3.11, rarely, with a SystemError that has nothing to do with the graph."""
+    busy, together, parse = threading.Lock(), [], ast.parse
+
+    def watched(*args, **kwargs):
+        free = busy.acquire(blocking=False)
+        together.append(not free)
+        try:
+            time.sleep(0.02)
+            return parse(*args, **kwargs)
+        finally:
+            busy.release() if free else None
+
+    monkeypatch.setattr(wrapper.ast, "parse", watched)
+    parts = tuple(Part(f"scale{n}", Scale(float(n)), ("x",), ("x",)) for n in range(2, 6))
+    builder = GraphBuilder(cpu_device, InductorCompiler(session_toolchain, 1), CompileCache(tmp_path), jobs=4)
+    builder.build(Program(parts, ("x",)), {"x": ((2, 4), torch.float32)})
+    assert builder.stats.compiled == 4 and len(together) >= 4 and not any(together)

@@ -42,7 +42,10 @@ class Definition:
 @functools.cache
 def op_digest(name: str) -> str:
     """SHA-256 over the source of an op such as ``neuron::kv_write_``; ``CompileError`` for one that is not ours."""
-    return OpSources.read(FOLDER).digest(name.partition("::")[2])
+    from neuron_core.graphs.capture import TRACING
+
+    with TRACING:  # parses, and so do compile threads: see the inductor compiler
+        return OpSources.read(FOLDER).digest(name.partition("::")[2])
 
 
 class OpSources:

@@ -72,9 +72,10 @@ class InductorCompiler:
         from neuron_core.graphs.compilers.wrapper import split_wrapper
 
         try:
-            with TRACING:  # g++, where most of the time goes, runs outside it
-                source = lower(module, graph, self.toolchain_dir, self.num_threads)
-            wrapper = split_wrapper(source)
+            # g++, where most of the time goes, runs outside it. Parsing runs inside: in Python 3.11 two threads
+            # that build syntax trees at once can fail with "AST constructor recursion depth mismatch".
+            with TRACING:
+                wrapper = split_wrapper(lower(module, graph, self.toolchain_dir, self.num_threads))
         except CompileError as error:
             raise CompileError(f"{graph.label}: {error}") from error
         (staging / WRAPPER_FILE).write_text(wrapper.source)
