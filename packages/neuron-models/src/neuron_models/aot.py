@@ -17,15 +17,16 @@ from transformers import PretrainedConfig
 from neuron_core import ops
 from neuron_core.devices.chips import chip_for_target
 from neuron_core.devices.cpu import CpuDevice
+from neuron_core.environ import Environment
 from neuron_core.graphs.aot import AotTask, AotWorker, Outcome
 from neuron_core.graphs.buckets import Bucket, BucketPlan
 from neuron_core.graphs.build import GraphBuilder
-from neuron_core.graphs.cache import CompileCache
-from neuron_core.graphs.compilers import FxCompiler, InductorCompiler
+from neuron_core.graphs.compilers import compiler_named
+from neuron_core.graphs.configured import configured_cache
 from neuron_core.graphs.model_programs import ModelPrograms, variants
 from neuron_core.graphs.passes import default_passes
 from neuron_core.protocols import Compiler
-from neuron_models.attention import limit_fp8
+from neuron_models.attention import fit_to_chip
 from neuron_models.registry import build_model
 from neuron_parallel import ParallelGroups, ParallelPlan
 
@@ -59,7 +60,7 @@ class ModelCompile:
 
     def tasks(self) -> list[AotTask]:
         """One per bucket: the rank is an input of every graph, so rank 0's graphs serve all."""
-        return [AotTask(bucket.name, 0, bucket.num_tokens * bucket.context_len) for bucket in self.plan.all()]
+        return [AotTask(bucket.name, 0, bucket.cost) for bucket in self.plan.all()]
 
     def worker(self) -> Callable[[], AotWorker]:
         """Makes the worker, in its own process."""
@@ -83,16 +84,12 @@ class ModelWorker:
                 block_size=job.plan.block_size,
                 kv_dtype=job.kv_dtype,
             )
-        if for_cpu and isinstance(model, nn.Module):
-            device.prepare(model)
-        if (
-            not for_cpu
-            and isinstance(model, nn.Module)
-            and (limit := chip_for_target(job.target).fp8_max) is not None
-        ):
-            limit_fp8(model, limit)
+        if isinstance(model, nn.Module):
+            fit_to_chip(model, None if for_cpu else chip_for_target(job.target))
+            if for_cpu:
+                device.prepare(model)
         self.programs = ModelPrograms(model, job.plan, job.num_blocks)
-        self.cache = CompileCache(job.cache_dir)
+        self.cache = configured_cache(Environment.read(), job.cache_dir)
         self.builder = GraphBuilder(
             device,
             self._compiler(),
@@ -141,7 +138,7 @@ class ModelWorker:
         from neuron_core.graphs.compilers.captured import write_captured
 
         folder = self.job.cache_dir / "captured" / self.job.target / bucket.name
-        written: dict[str, None] = {}
+        written: set[str] = set()
         for variant in variants(bucket):
             program = self.programs.program(bucket, variant)
             for graph in self.builder.capture_program(program, self.programs.specs(bucket), bucket.name):
@@ -149,7 +146,7 @@ class ModelWorker:
                 if graph.name not in written:
                     place.mkdir(parents=True, exist_ok=True)
                     write_captured(graph, place)
-                written[graph.name] = None
+                written.add(graph.name)
         return Outcome(len(written), 0, 0, (), advice)
 
     def _compiler(self) -> Compiler:
@@ -158,9 +155,7 @@ class ModelWorker:
             from neuron_core.graphs.compilers.neuronx import NeuronxCompiler
 
             return NeuronxCompiler(job.target, lnc=job.lnc, keep_dir=job.cache_dir / "captured" / job.target)
-        if job.compiler == "fx":
-            return FxCompiler()
-        return InductorCompiler(self.cache.toolchain_dir, job.cpu_threads)
+        return compiler_named(job.compiler, self.cache.toolchain_dir, job.cpu_threads)
 
 
 def neuron_torch_device() -> torch.device:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_core import ops
+from neuron_core.devices.chips import ChipSpec
 from neuron_core.errors import ConfigError
 from neuron_models.layers import PagedContext
 from neuron_parallel import ParallelGroup, ShardBlock
@@ -65,6 +66,18 @@ class PagedAttention(nn.Module):
             k_scale=k_scale,
             v_scale=v_scale,
         )
+
+
+def fit_to_chip(model: nn.Module, chip: ChipSpec | None) -> None:
+    """Clamp FP8 caches at what ``chip`` computes with; None is the CPU, which takes all of `FP8`.
+
+    Raises `ConfigError` for an FP8 cache on a chip that has none.
+    """
+    if chip is None or not any(isinstance(m, PagedAttention) and m.is_scaled for m in model.modules()):
+        return
+    if chip.fp8_max is None:
+        raise ConfigError("--kv-cache-dtype", "fp8", f"{chip.name} has no FP8 cache; use auto")
+    limit_fp8(model, chip.fp8_max)
 
 
 def limit_fp8(model: nn.Module, fp8_max: float) -> None:

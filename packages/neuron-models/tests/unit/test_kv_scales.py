@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from neuron_core.devices.chips import chip_for_target
 from neuron_core.errors import CheckpointError, ConfigError
 from neuron_models import build_model, load_weights
-from neuron_models.attention import limit_fp8
+from neuron_models.attention import PagedAttention, fit_to_chip, limit_fp8
 from neuron_models.kv_scales import SCALES_FILE, load_kv_scales
 from neuron_parallel import ParallelGroups, ParallelPlan
 
@@ -202,3 +203,15 @@ def test_an_fp8_cache_takes_half_the_bytes_of_a_bfloat16_one(checkpoint):
         for dtype in (None, FP8)
     ]
     assert sizes[0].block_bytes == 2 * sizes[1].block_bytes == 16 * 2 * 16 * 2
+
+
+def test_an_fp8_cache_is_clamped_for_its_chip_and_refused_on_a_chip_without_one(driver):
+    model, _ = made(driver.llama_config())
+    layers = [module for module in model.modules() if isinstance(module, PagedAttention)]
+    fit_to_chip(model, None)
+    assert {layer.fp8_max for layer in layers} == {448.0}
+    fit_to_chip(model, chip_for_target("trn2"))
+    assert {layer.fp8_max for layer in layers} == {chip_for_target("trn2").fp8_max} == {240.0}
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype='fp8': .* has no FP8 cache; use auto"):
+        fit_to_chip(model, chip_for_target("trn1"))
+    fit_to_chip(made(driver.llama_config(), kv_dtype=None)[0], chip_for_target("trn1"))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_core.devices.cpu import CpuDevice
+from neuron_core.devices.host import ALLOWED_CPUS
 from neuron_core.errors import ConfigError
 from neuron_core.graphs.aot import AotResult, compile_ahead
+from neuron_core.kv.slots import blocks_for
 from neuron_models.aot import CPU_TARGET, ModelCompile
 from neuron_parallel import ParallelPlan
 from vllm_neuron.checks import kv_dtype
@@ -67,7 +68,7 @@ def model_compile(
     cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     # One maximum-length request per row, and the null block.
-    blocks = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size) + 1
+    blocks = plan.max_num_seqs * blocks_for(plan.max_model_len, plan.block_size) + 1
     return ModelCompile(
         config=model.hf_text_config,
         dtype=model.dtype,
@@ -79,7 +80,7 @@ def model_compile(
         cpu_threads=cpu_threads or len(CpuDevice().threads(0, ranks)),
         compiler=neuron_config(vllm_config).compiler,
         lnc=lnc,
-        jobs=max(1, (os.cpu_count() or 1) // jobs),
+        jobs=max(1, len(ALLOWED_CPUS) // jobs),
         retry_failed=retry_failed,
         kv_dtype=kv_dtype(vllm_config),
     )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import click
 from pydantic import ValidationError
 
 from neuron_core.devices.chips import chip_for_target
+from neuron_core.devices.host import ALLOWED_CPUS
 from neuron_core.environ import Environment, export
 from neuron_core.errors import ConfigError
 
@@ -78,6 +78,10 @@ def compile_command(
     """
     if target != "cpu":
         chip_for_target(target)
+        if cpu_threads is not None:
+            raise ConfigError("--cpu-threads", cpu_threads, f"says nothing about {target}; leave it out")
+    elif lnc is not None:
+        raise ConfigError("--lnc", lnc, "says nothing about the CPU; leave it out")
     # The engine is configured as on the CPU device whatever this host has: only its shapes matter.
     export({"VLLM_NEURON_DEVICE": "cpu", "VLLM_NEURON_CPU_COMPILE": "0"})
     # vLLM's log goes to stdout, which is the report's.
@@ -155,9 +159,7 @@ def _compile(
 
     from vllm_neuron.ahead import compile_engine, model_compile
 
-    if vllm_config.speculative_config is not None:
-        raise ConfigError("speculative_config", "set", "cannot be compiled ahead of time; leave it out")
-    processes = min(jobs or os.cpu_count() or 1, 64)
+    processes = jobs or len(ALLOWED_CPUS)
     job = model_compile(
         vllm_config,
         target,

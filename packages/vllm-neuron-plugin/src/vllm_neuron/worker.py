@@ -22,7 +22,7 @@ from neuron_core.memory import MemoryBudget, module_bytes
 from neuron_core.metrics import NeuronMetrics
 from neuron_core.protocols import StaticModel
 from neuron_models import build_model
-from neuron_models.attention import limit_fp8
+from neuron_models.attention import fit_to_chip
 from neuron_parallel import ParallelGroups, ParallelPlan
 from vllm_neuron.checks import kv_dtype
 from vllm_neuron.config import bucket_plan, neuron_config
@@ -100,7 +100,7 @@ class NeuronWorker(WorkerBase):
         )
 
     def _make_model(self, groups: ParallelGroups) -> StaticModel:
-        wanted, chip = kv_dtype(self.vllm_config), self.neuron_device.chip
+        wanted = kv_dtype(self.vllm_config)
         model = build_model(
             self.model_config.hf_text_config,
             dtype=self.model_config.dtype,
@@ -111,11 +111,7 @@ class NeuronWorker(WorkerBase):
         if {layout.dtype for layout in model.kv_layouts} != {wanted}:
             hint = f"{type(model).__name__} has no cache of that type; use auto"
             raise ConfigError("--kv-cache-dtype", self.cache_config.cache_dtype, hint)
-        if wanted.itemsize == 1 and chip is not None:
-            if chip.fp8_max is None:
-                hint = f"{chip.name} has no FP8 cache; use auto"
-                raise ConfigError("--kv-cache-dtype", self.cache_config.cache_dtype, hint)
-            limit_fp8(cast(nn.Module, model), chip.fp8_max)
+        fit_to_chip(cast(nn.Module, model), self.neuron_device.chip)
         return model
 
     def _require_fit(self) -> None:

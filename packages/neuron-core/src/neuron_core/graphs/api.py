@@ -15,9 +15,9 @@ from neuron_core.devices.cpu import CpuDevice
 from neuron_core.environ import Environment
 from neuron_core.errors import CompileError
 from neuron_core.graphs.build import GraphBuilder
-from neuron_core.graphs.cache import CompileCache
 from neuron_core.graphs.capture import SharedInputs, explain_failure
 from neuron_core.graphs.compilers import compiler_named
+from neuron_core.graphs.configured import configured_cache
 from neuron_core.graphs.passes import shared_inputs
 from neuron_core.graphs.program import Part, Program, TensorSpec
 from neuron_core.graphs.signature import tensors_of
@@ -92,7 +92,7 @@ def compile(
     Raises ``CompileError`` naming the module and the source line that cannot be captured, or, with
     ``require_compiled``, the graph that the cache lacks; ``ConfigError`` for an unknown compiler.
     """
-    cache = CompileCache(cache_dir if cache_dir is not None else Environment.read().cache_dir)
+    cache = configured_cache(Environment.read(), None if cache_dir is None else Path(cache_dir))
     chosen = compiler_named(compiler, cache.toolchain_dir) if isinstance(compiler, str) else compiler
     specs = tuple(TensorSpec.of(tensor) for tensor in example_inputs)
     names = tuple(f"input.{index}" for index in range(len(specs)))

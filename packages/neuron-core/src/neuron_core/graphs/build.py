@@ -49,8 +49,7 @@ logger = logging.getLogger(__name__)
 class BuildStats:
     """Counts of distinct graphs: captured, compiled here, loaded ready-made; and parts that shared one.
 
-    ``seconds`` is work done per bucket and ``spent`` per kind (``capture``, ``compile``, ``artifact load``); both
-    overlap in time when several jobs run.
+    ``seconds`` is work done per bucket (capture, compile and load), which overlaps when several jobs run.
     """
 
     captured: int = 0
@@ -58,12 +57,10 @@ class BuildStats:
     loaded: int = 0
     shared: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    spent: dict[str, float] = field(default_factory=dict)
 
-    def spend(self, bucket: str, kind: str, seconds: float) -> None:
-        """Add work of a kind to a bucket."""
+    def spend(self, bucket: str, seconds: float) -> None:
+        """Add work to a bucket."""
         self.seconds[bucket] = self.seconds.get(bucket, 0.0) + seconds
-        self.spent[kind] = self.spent.get(kind, 0.0) + seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +131,7 @@ class GraphBuilder:
         self._parts: dict[Hashable, _Job] = {}
         self._graphs: dict[str, _Job] = {}
         self._counted: set[_Job] = set()
+        self._known: tuple[CacheEntry, ...] | None = None
 
     def build(
         self, program: Program, specs: Specs, *, bucket: str = "", on_progress: Progress | None = None
@@ -186,7 +184,7 @@ class GraphBuilder:
             self._parts[key] = self._recorded(part, signature, specs, bucket) or self._captured(
                 part, signature, specs, bucket
             )
-            self.stats.spend(bucket, "capture", time.perf_counter() - start)
+            self.stats.spend(bucket, time.perf_counter() - start)
         return self._parts[key]
 
     def _identity(self, part: Part) -> tuple[Hashable, ...]:
@@ -232,6 +230,8 @@ class GraphBuilder:
             used, graph = specs, self.capture(part, specs, bucket)
             record = GraphRecord.of(graph, graph_key(graph, self.compiler, self.passes.names))
             self._remember(part, signature, specs, record)
+        if self._known is None:
+            self._known = tuple(self.cache.entries())  # once: what this start compiles explains nothing
         return self._start(part, bucket, used, record, graph)
 
     def _remember(
@@ -263,7 +263,7 @@ class GraphBuilder:
                 record.key, self._compile(source), facts=self._facts(source), retry_failed=self.retry_failed
             )
             if compiled:
-                logger.info("%s", explain_miss(record.key, source.name, source.bucket, self.cache.entries()))
+                logger.info("%s", explain_miss(record.key, source.name, source.bucket, self._known or ()))
         else:
             entry, compiled = source, False
             self.cache.count_hit(entry)
@@ -275,8 +275,8 @@ class GraphBuilder:
         def compile_into(staging: Any) -> Mapping[str, Any]:
             if self.require_compiled:
                 raise NotCompiledError(
-                    f"{graph.label} is not in the compile cache {self.cache.root} and VLLM_NEURON_REQUIRE_COMPILED "
-                    "forbids compiling it: compile it ahead of time, or unset that variable"
+                    f"{graph.label} is not in the compile cache {self.cache.root} and may not be compiled here "
+                    "(VLLM_NEURON_REQUIRE_COMPILED): compile it ahead of time, or allow compiling"
                 )
             self.compiler.compile(graph, staging)
             (staging / GRAPH_TEXT).write_text(canonical_text(graph))
@@ -307,7 +307,7 @@ class GraphBuilder:
             self._counted.add(job)
             self.stats.compiled += graph.compiled
             self.stats.loaded += not graph.compiled
-            self.stats.spend(job.bucket, "compile" if graph.compiled else "artifact load", graph.seconds)
+            self.stats.spend(job.bucket, graph.seconds)
         return graph
 
     def _rebuild(self, job: _Job, cause: CacheError) -> CompiledGraph:

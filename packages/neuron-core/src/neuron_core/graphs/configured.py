@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neuron_core.environ import Environment
 from neuron_core.graphs.cache import CompileCache
-from neuron_core.graphs.remote import RemoteStore, TrustPolicy
+
+if TYPE_CHECKING:
+    from neuron_core.graphs.remote import RemoteStore
 
 __all__ = ["configured_cache", "configured_remote"]
 
@@ -29,5 +32,7 @@ def configured_remote(environment: Environment, url: str | None = None) -> Remot
     address = url or environment.remote_cache
     if address is None:
         return None
+    from neuron_core.graphs.remote import RemoteStore, TrustPolicy  # what most starts do not need
+
     trust = TrustPolicy.from_files(environment.trusted_digests, environment.trusted_keys)
     return RemoteStore.open(address, trust=trust, timeout_s=environment.remote_timeout_s)

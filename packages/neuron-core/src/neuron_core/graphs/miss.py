@@ -21,11 +21,17 @@ def explain_miss(key: GraphKey, part: str, bucket: str, entries: Iterable[CacheE
         entry
         for entry in entries
         if (entry.manifest.get("part"), entry.manifest.get("bucket")) == (part, bucket)
-        and entry.manifest.get("key") != key.digest
+        and entry.digest != key.digest
     ]
     if not alike:
         return f"compiled {label} ({key.digest[:12]}): the cache had no graph of this part and bucket"
-    compared = [(key.differences(GraphKey.of(dict(entry.manifest["components"]))), entry) for entry in alike]
+    compared = [(key.differences(_key_of(entry)), entry) for entry in alike]
     differing, nearest = min(compared, key=lambda item: len(item[0]))
-    known = str(nearest.manifest["key"])[:12]
+    known = nearest.digest[:12]
     return f"compiled {label} ({key.digest[:12]}): it differs from {known} in {', '.join(differing)}"
+
+
+def _key_of(entry: CacheEntry) -> GraphKey:
+    """The key an entry says it has; entries are not verified here, so nothing in it is taken for granted."""
+    components = entry.manifest.get("components")
+    return GraphKey.of(components if isinstance(components, dict) else {})

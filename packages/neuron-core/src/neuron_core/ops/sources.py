@@ -45,7 +45,7 @@ def op_digest(name: str) -> str:
     from neuron_core.graphs.capture import TRACING
 
     with TRACING:  # parses, and so do compile threads: see the inductor compiler
-        return OpSources.read(FOLDER).digest(name.partition("::")[2])
+        return _own_sources().digest(name.partition("::")[2])
 
 
 class OpSources:
@@ -88,6 +88,12 @@ class OpSources:
         for text in sorted(definition.text for definition in reached):
             digest.update(text.encode() + b"\0")
         return digest.hexdigest()
+
+
+@functools.cache
+def _own_sources() -> OpSources:
+    """Parsed once: a warm start asks for the digest of every op."""
+    return OpSources.read(FOLDER)
 
 
 def _closure(names: Iterable[str], definitions: list[Definition]) -> list[Definition]:

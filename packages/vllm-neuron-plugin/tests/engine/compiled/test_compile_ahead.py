@@ -146,6 +146,8 @@ def test_a_chip_without_its_compiler_keeps_the_captured_graphs_and_names_the_whe
     ("arguments", "message"),
     [
         (["--target", "trn9"], "trn9"),
+        (["--lnc", "2"], "--lnc=2: says nothing about the CPU"),
+        (["--target", "trn2", "--cpu-threads", "2"], "--cpu-threads=2: says nothing about trn2"),
         (["--max-modle-len", "128"], "not ones that vllm serve takes"),
         (["--tensor-parallel-size", "3"], "attention heads (4) must be divisible"),
     ],

@@ -16,10 +16,13 @@ CPU_COMPILERS = ("inductor", "fx")
 """Names of the compilers whose artifacts run on the host."""
 
 
-def compiler_named(name: str, toolchain_dir: Path) -> Compiler:
-    """A compiler for the CPU by name; raises ``ConfigError`` for a name it does not know."""
+def compiler_named(name: str, toolchain_dir: Path, num_threads: int | None = None) -> Compiler:
+    """A compiler for the CPU by name; raises ``ConfigError`` for a name it does not know.
+
+    ``num_threads`` is what a rank has where the artifact runs, by default what this process has.
+    """
     if name == "inductor":
-        return InductorCompiler(toolchain_dir)
+        return InductorCompiler(toolchain_dir, num_threads)
     if name == "fx":
         return FxCompiler()
     raise ConfigError("compiler", name, f"no such compiler; {unknown_name_hint(name, CPU_COMPILERS)}")

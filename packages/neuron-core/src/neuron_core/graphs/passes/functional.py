@@ -14,7 +14,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized, can_
 from neuron_core.errors import CompileError
 from neuron_core.graphs.capture import node_place
 from neuron_core.graphs.passes.emitter import Emit
-from neuron_core.graphs.passes.schema import written_arguments, written_names
+from neuron_core.graphs.passes.schema import schema_of, written_arguments, written_names
 
 __all__ = ["functional_call", "functional_twin"]
 
@@ -55,7 +55,7 @@ def functional_call(emit: Emit, node: fx.Node) -> tuple[list[fx.Node], list[fx.N
     ``CompileError`` for one that returns anything else.
     """
     twin = functional_twin(node)
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = schema_of(node)
     given = dict(_arguments(node))
     num_own = sum(result.alias_info is None for result in schema.returns)
     names = written_names(node)
@@ -95,7 +95,7 @@ def _twin_names(name: str) -> Iterator[str]:
 
 def _takes_the_same(node: fx.Node, twin: Any) -> bool:
     """Whether a twin can be called with the arguments of ``node``, the outputs it is given left out."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = schema_of(node)
     mine = [a for a in schema.arguments if not a.is_out]
     given = {name for name, value in _arguments(node) if value is not None}
     theirs = {a.name: a for a in twin._schema.arguments}
@@ -116,7 +116,7 @@ def _takes_the_same(node: fx.Node, twin: Any) -> bool:
 
 def _arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
     """The arguments a node gives, by name."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = schema_of(node)
     for argument, value in zip(schema.arguments, node.args, strict=False):
         yield argument.name, value
     yield from node.kwargs.items()
