@@ -155,6 +155,30 @@ def test_a_missing_cpp_compiler_is_named(build, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("script", "recordable"),
+    [
+        ("kill -TERM $$", False),
+        ("kill -KILL $$", False),
+        ("echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1", False),
+        ("echo 'kernels.cpp:3:1: error: no' >&2; exit 1", True),
+    ],
+    ids=["stopped", "killed", "child killed", "refused"],
+)
+def test_only_what_the_compiler_says_of_the_code_may_be_remembered(
+    build, tmp_path, monkeypatch, script, recordable
+):
+    compiler = tmp_path / "ends-so"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n{script}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(
+        "neuron_core.graphs.compilers.native._command", lambda folder: ([str(compiler)], [], [])
+    )
+    with pytest.raises(CompileError) as caught:
+        build(lambda x: x * 3 + 1, torch.randn(4))
+    assert caught.value.recordable is recordable
+
+
+@pytest.mark.parametrize(
     ("generated", "named"),
     [
         ("triton_0 = async_compile.triton('x', '''y''')\nsurprise()\n", "surprise"),

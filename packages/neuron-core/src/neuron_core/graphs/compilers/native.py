@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import threading
@@ -62,6 +63,15 @@ PyMODINIT_FUNC PyInit_kernels() {{ return PyModuleDef_Init(&definition); }}
 """
 
 _header_lock = threading.Lock()
+
+_KILLED = re.compile(r"signal terminated program")
+"""How the driver says that a signal (the system short of memory, a server stopped while starting) ended its child."""
+
+
+class InterruptedCompileError(CompileError):
+    """A signal ended the compiler: what it compiled may be sound, so the next start tries again."""
+
+    recordable = False
 
 
 def build_kernels(kernels: Sequence[Kernel], staging: Path, toolchain_dir: Path) -> None:
@@ -143,5 +153,8 @@ def _run(command: list[str], folder: Path) -> str:
         ) from error
     if done.returncode:
         shown = "\n".join(done.stderr.splitlines()[:30])
-        raise CompileError(f"{command[0]} ended with status {done.returncode}:\n{shown}")
+        message = f"{command[0]} ended with status {done.returncode}:\n{shown}"
+        if done.returncode < 0 or _KILLED.search(done.stderr):
+            raise InterruptedCompileError(message)
+        raise CompileError(message)
     return done.stdout
