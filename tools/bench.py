@@ -4,6 +4,7 @@
     nox -s bench -- --peer PYTHON     ratios to the vLLM of another interpreter, both run alternately
     nox -s bench -- --self            our own figures, the sampler's cost, and what a busy neighbour costs
     nox -s bench -- --serve --peer …  a server under load instead (or with --self), and what a prefix hit saves
+    nox -s bench -- --gaps            how long the device waits between steps, with and without async scheduling
     nox -s bench -- --capture         memory and seconds of capturing Llama 3.1 70B for eight ranks
 
 No ratio is printed unless both sides were found to compute the same model (see docs/benchmarks.md).
@@ -25,6 +26,7 @@ from rich.console import Console
 
 import bench_answers
 import bench_capture
+import bench_gaps
 import bench_report
 import bench_serve
 import bench_sides
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--peer", metavar="PYTHON", help="interpreter that has vLLM's CPU backend")
     what.add_argument("--self", dest="alone", action="store_true", help="measure this side alone")
     what.add_argument("--capture", action="store_true", help="capture a large model's graphs")
+    what.add_argument("--gaps", action="store_true", help="compare asynchronous with plain scheduling")
     top.add_argument(
         "--serve", action="store_true", help="measure servers under load (with --peer or --self)"
     )
@@ -239,6 +242,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     mine = bench_sides.ours()
     with tempfile.TemporaryDirectory(prefix="neuron-bench-") as scratch:
         bench = Bench(options, model_folder(options), Path(scratch))
+        if options.gaps:
+            return about | bench_gaps.compare(bench, mine)
         serve = bench_serve.ServeBench(options, bench.model, mine)
         if options.alone and options.serve:
             return about | serve.alone(mine, bench.caches(mine, 0))
@@ -259,8 +264,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and report; returns 0 whatever the figures are."""
     top = parser()
     options = top.parse_args(argv)
-    if options.serve and options.capture:
-        top.error("argument --serve: give it with --peer or --self, not with --capture")
+    if options.serve and (options.capture or options.gaps):
+        top.error("argument --serve: give it with --peer or --self")
     # A terminated run stops its server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found = measure(options)

@@ -44,6 +44,9 @@ SAMPLER_GOAL = Goal(1.2, at_least=False)
 OWN_SERVE_GOALS = {"prefix_hit_ttft_ratio": Goal(0.3, at_least=False)}
 """Limits of figures that our side alone has; they are ratios already."""
 
+GAP_GOALS = {"cpu": Goal(0.4, at_least=False), "latency": Goal(0.1, at_least=False)}
+"""What asynchronous scheduling should leave of the device's wait, by device."""
+
 CAPTURE_MEMORY_GOAL = Goal(3072.0, at_least=False)
 
 
@@ -103,6 +106,21 @@ def capture_table(found: dict[str, Any]) -> Table:
     return table
 
 
+def gap_table(found: dict[str, Any]) -> Table:
+    """What asynchronous scheduling changes, on each device."""
+    table = Table(title="asynchronous over plain scheduling")
+    for column in ("figure", "plain", "asynchronous", "ratio", "over rounds", "goal", ""):
+        table.add_column(column, justify="left" if column in ("figure", "") else "right")
+    for title, ratios in found["async_over_sync"].items():
+        device, _, name = title.partition(" ")
+        ratio = statistics.median(ratios)
+        goal = GAP_GOALS[device] if name.startswith("host_gap") else None
+        verdict = "" if goal is None else "met" if goal.is_met(ratio) else "missed"
+        values = [f"{medians(found['runs'][f'{device} {mode}'])[name]:.3g}" for mode in ("sync", "async")]
+        table.add_row(title, *values, f"{ratio:.2f} ×", span(ratios), str(goal or ""), verdict)
+    return table
+
+
 def serve_table(found: dict[str, Any]) -> Table:
     """Our server under load, without a peer."""
     table = Table(title="this plugin's server on the CPU device, 16 clients")
@@ -121,6 +139,10 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(
         f"{machine['processors']} × {machine['processor']}, load before {machine['load_before']:.2f}"
     )
+    if "async_over_sync" in found:
+        console.print("outputs checked: all texts of all runs identical")
+        console.print(gap_table(found))
+        return
     if "ours busy" not in found["runs"] and "check" not in found:
         is_served = "serve_requests_s" in found["runs"]["ours"][0]
         console.print(serve_table(found) if is_served else capture_table(found))

@@ -9,6 +9,7 @@ import pytest
 
 import bench
 import bench_answers
+import bench_gaps
 import bench_report
 import bench_run
 import bench_sides
@@ -130,3 +131,41 @@ def test_ratios_are_medians_of_rounds_taken_in_turn():
     table = bench_report.peer_table({"runs": runs, "ratios": {"output_tok_s_b1": [3.0, 2.0]}})
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == ["output_tok_s_b1", "75", "30", "2.50 ×", "2.00 – 3.00", "≥ 2.2", "met"]
+
+
+class Told:
+    """A bench and a side that measure what they are told, one run after another."""
+
+    def __init__(self, runs, rounds):
+        self.runs = iter(runs)
+        self.model = "model"
+        self.options = bench.parser().parse_args(["--gaps", "--rounds", str(rounds)])
+
+    def caches(self, side, index):
+        return None
+
+    def side(self):
+        made = bench_sides.ours()
+        return type("ToldSide", (bench_sides.Side,), {"figures": lambda *_: next(self.runs)})(
+            made.name, made.python, made.variables
+        )
+
+
+def gap_run(gap, texts="same"):
+    return {"host_gap_ms_b1": gap, "texts": texts}
+
+
+def test_gaps_are_ratios_of_runs_that_follow_each_other():
+    # Rounds take turns: plain first, then asynchronous first.
+    told = Told([gap_run(gap) for gap in (4.0, 1.0, 8.0, 2.0, 1.0, 2.0, 3.0, 6.0)], rounds=2)
+    found = bench_gaps.compare(told, told.side())
+    assert found["async_over_sync"] == {
+        "cpu host_gap_ms_b1": [1.0 / 4.0, 1.0 / 2.0],
+        "latency host_gap_ms_b1": [2.0 / 8.0, 3.0 / 6.0],
+    }
+
+
+def test_other_texts_refuse_the_ratios_of_gaps():
+    told = Told([gap_run(1.0), gap_run(1.0), gap_run(1.0), gap_run(1.0, "other")], rounds=1)
+    with pytest.raises(Failure, match="texts differ"):
+        bench_gaps.compare(told, told.side())

@@ -228,7 +228,8 @@ class MemoryBudget:
 
     def _check_request(self, requested: int) -> None:
         if requested < 1:
-            raise ConfigError("kv_cache_memory_bytes", requested, "must be at least 1")
+            hint = "must be at least 1; left out, the size follows from what is free"
+            raise ConfigError("--kv-cache-memory-bytes", requested, hint)
         if requested > self._free_for_kv:
             raise CapacityError(
                 f"--kv-cache-memory-bytes {requested} ({format_bytes(requested)}) is more than is free: "

@@ -29,6 +29,7 @@ _CACHE = {
     "bytes_downloaded": "Bytes fetched from the remote store.",
     "seconds_saved": "Seconds the graphs that were found once took to compile.",
 }
+_GAP_STEPS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
 _SEQS_STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 _TOKENS_STEPS = (0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -43,6 +44,14 @@ class _Collectors:
             name: _counter(f"compile_cache_{name}", text, _RANK) for name, text in _CACHE.items()
         }
         self.preemptions = _counter("preemptions", "Requests preempted for lack of KV blocks.", _RANK)
+        text = "Requests whose prompt was not looked up in the prefix cache although it is on."
+        self.prefix_cache_skips = _counter("prefix_cache_skips", text, _RANK)
+        text = "Steps submitted while the one before ran, and fed on the device if they need its tokens."
+        self.async_steps = _counter("async_steps", text, _RANK)
+        text = "Steps submitted while the one before ran that had to wait for the host to read its tokens."
+        self.sync_fallback_steps = _counter("sync_fallback_steps", text, _RANK)
+        text = "Time the device waited for the host between two steps of the same requests."
+        self.host_gap_seconds = _histogram("host_gap_seconds", text, _GAP_STEPS, _RANK)
         self.graph_executions = _counter("graph_executions", "Steps run, by bucket.", _BUCKET)
         self.num_seqs_padding = _histogram("num_seqs_padding", "Padding rows of a step.", _SEQS_STEPS)
         text = "Padding tokens of a step."
@@ -123,10 +132,26 @@ class NeuronMetrics:
         model_name, rank_id = self._rank
         for phase, spent in phases.items():
             self._collectors.startup_phase_seconds.labels(model_name, phase, rank_id).set(spent)
+        collectors = self._collectors
+        for collector in (collectors.async_steps, collectors.sync_fallback_steps, collectors.host_gap_seconds):
+            collector.labels(*self._rank)  # a rate needs the zero before the first step
 
     def preempted(self, count: int = 1) -> None:
         """``count`` requests lost their blocks and will be recomputed."""
         self._collectors.preemptions.labels(*self._rank).inc(count)
+
+    def prefix_cache_skipped(self, count: int = 1) -> None:
+        """``count`` requests were admitted without a look into the prefix cache, which is on."""
+        self._collectors.prefix_cache_skips.labels(*self._rank).inc(count)
+
+    def async_step(self, *, fell_back: bool) -> None:
+        """A step was submitted while the one before ran; ``fell_back`` if the host then had to merge its tokens."""
+        collector = self._collectors.sync_fallback_steps if fell_back else self._collectors.async_steps
+        collector.labels(*self._rank).inc()
+
+    def host_gap(self, seconds: float) -> None:
+        """The device waited ``seconds`` for a step that goes on with requests of the one before."""
+        self._collectors.host_gap_seconds.labels(*self._rank).observe(seconds)
 
     def kv_blocks(self, total: int, free: int) -> None:
         """The block pool: blocks requests can use (without the null block), and how many no request holds."""
@@ -162,5 +187,7 @@ def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:
     return Gauge(PREFIX + name, text, labels, registry=None, multiprocess_mode="mostrecent")
 
 
-def _histogram(name: str, text: str, steps: tuple[int, ...]) -> Histogram:
-    return Histogram(PREFIX + name, text, _BUCKET, registry=None, buckets=steps)
+def _histogram(
+    name: str, text: str, steps: tuple[float, ...], labels: tuple[str, ...] = _BUCKET
+) -> Histogram:
+    return Histogram(PREFIX + name, text, labels, registry=None, buckets=steps)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan holds every step the limits allow, in the cheapest bucket, and nothing else."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_core.errors import ConfigError, UncompiledShapeError
-from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
+from neuron_core.graphs.buckets import MAX_DEFAULT_DECODE_BUCKETS, Bucket, BucketPlan, Phase
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 1000,
@@ -138,6 +139,47 @@ def test_default_contexts(max_model_len: int, block_size: int, contexts: tuple[i
     assert BucketPlan.from_limits(**limits, decode_context_length_buckets=[]).decode_contexts == ()
 
 
+def contexts_by(factor: int, max_model_len: int, unit: int) -> tuple[int, ...]:
+    """512 times each power of ``factor``, rounded up to ``unit``, as long as that is below ``max_model_len``."""
+    sizes = {-(-512 * factor**power // unit) * unit for power in range(20)}
+    return tuple(sorted(size for size in sizes if size < max_model_len))
+
+
+@given(
+    max_model_len=st.integers(129, 2**20) | st.sampled_from([4096, 8192, 32768, 131072, 2**20]),
+    max_num_seqs=st.integers(1, 1024) | st.sampled_from([16, 64, 256, 1024]),
+    block_size=st.sampled_from([16, 32, 48, 128]),
+    custom=st.sets(st.integers(1, 1023), max_size=60),
+    others=st.tuples(st.integers(1024, 4096), st.integers(1, 2)),
+)
+def test_default_contexts_stay_as_close_as_the_number_of_decode_buckets_allows(
+    max_model_len: int, max_num_seqs: int, block_size: int, custom: set[int], others: tuple[int, int]
+) -> None:
+    lists = [[*sorted(n for n in custom if n < max_num_seqs), max_num_seqs], None]
+    limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "block_size": block_size}
+    for decode_buckets in lists:
+        plan = BucketPlan.from_limits(**limits, max_num_batched_tokens=2048, decode_buckets=decode_buckets)
+        num_decode = sum(bucket.phase is Phase.DECODE for bucket in plan.all())
+        sizes = len(plan.decode_seqs)
+        assert num_decode == sizes * (len(plan.decode_contexts) + 1)
+        assert num_decode <= max(MAX_DEFAULT_DECODE_BUCKETS, sizes)
+        # The closest of all steps that leave so few buckets, which for a short model is twice.
+        by_factor = [
+            contexts_by(2**power, max_model_len, math.lcm(128, block_size)) for power in range(1, 21)
+        ]
+        few = [found for found in by_factor if sizes * (len(found) + 1) <= MAX_DEFAULT_DECODE_BUCKETS]
+        assert plan.decode_contexts == (few[0] if few else ())
+        budget, multiple = others
+        same = BucketPlan.from_limits(
+            **limits,
+            max_num_batched_tokens=budget * multiple,
+            token_multiple=multiple,
+            max_prefill_seqs=1,
+            decode_buckets=decode_buckets,
+        )
+        assert same.decode_contexts == plan.decode_contexts
+
+
 def test_a_context_of_whole_blocks_is_allowed_where_no_request_reaches_128_tokens() -> None:
     limits = LIMITS | {"max_model_len": 100, "decode_context_length_buckets": [32, 48]}
     plan = BucketPlan.from_limits(**limits)
@@ -158,6 +200,7 @@ def test_a_context_of_whole_blocks_is_allowed_where_no_request_reaches_128_token
         ({"decode_buckets": [1, 4]}, r"end exactly at 6 \(max_num_seqs\); \[1, 2, 4, 6\] works"),
         ({"decode_buckets": [1, 8]}, "end exactly at 6"),
         ({"decode_buckets": [4, 1, 6]}, "decode_buckets"),
+        ({"decode_buckets": []}, r"decode_buckets=\[\]: must not be empty; \[1, 2, 4, 6\] works"),
         ({"decode_context_length_buckets": [512, 256]}, r"\[512, 256\]: .*ascending; \[256, 512\] works"),
         ({"decode_context_length_buckets": [256, 256]}, r"strictly ascending; \[256\] works"),
         (

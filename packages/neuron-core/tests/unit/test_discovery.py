@@ -210,3 +210,54 @@ def test_cpu_device_is_a_device_and_its_identity_names_the_thread_count() -> Non
     capability = torch.backends.cpu.get_cpu_capability()
     assert f"-{capability}-" in device.identity()
     assert device.identity().endswith(f"-t{len(device.threads(0, 1))}")
+
+
+def plant_device(
+    site: Path, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, calls_itself: str
+) -> None:
+    """A distribution on the path that provides a device by entry point, as an installed one would."""
+    module = f"{owner}_device"
+    (site / f"{module}.py").write_text(
+        "from neuron_core.devices.cpu import CpuDevice\n"
+        f"class Added(CpuDevice):\n    name = {calls_itself!r}\n"
+        "def make(environment):\n    return Added(cache_dir=environment.cache_dir)\n"
+    )
+    info = site / f"{owner}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {owner}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[neuron_core.devices]\n{name} = {module}:make\n")
+    monkeypatch.syspath_prepend(site)
+
+
+def test_a_device_of_another_distribution_is_used_when_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_device(tmp_path, monkeypatch, "first", "simulated", "simulated")
+    environment = Environment.read({"VLLM_NEURON_DEVICE": "simulated"})
+    found = discover(environment, dev_root=tmp_path, probe=never)
+    assert (found.device.name, found.reason) == (
+        "simulated",
+        "simulated device: VLLM_NEURON_DEVICE=simulated",
+    )
+    assert discover(AUTO, dev_root=tmp_path, probe=never).device.name == "cpu"
+    with pytest.raises(ConfigError, match="did you mean 'simulated'"):
+        Environment.read({"VLLM_NEURON_DEVICE": "simulatd"})
+
+
+def test_a_device_that_two_claim_or_that_lies_about_its_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_device(tmp_path, monkeypatch, "liar", "tidy", "messy")
+    with pytest.raises(DeviceError, match="'messy'"):
+        open_device("tidy", AUTO)
+    plant_device(tmp_path, monkeypatch, "rival", "tidy", "tidy")
+    with pytest.raises(DeviceError, match=r"liar, rival|rival, liar"):
+        open_device("tidy", AUTO)
+
+
+def test_no_distribution_can_replace_a_built_in_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_device(tmp_path, monkeypatch, "usurper", "cpu", "cpu")
+    with pytest.raises(DeviceError, match="'cpu' is built in"):
+        Environment.read({"VLLM_NEURON_DEVICE": "cpu"})

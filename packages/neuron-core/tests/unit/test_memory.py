@@ -182,7 +182,7 @@ def test_an_explicit_size_replaces_the_computed_one_but_not_what_is_free() -> No
     assert (budget.kv_bytes, budget.limited_by) == (GIB, "request")
     with pytest.raises(CapacityError, match=rf"--kv-cache-memory-bytes {2 * GIB - 256 * MIB} works"):
         dataclasses.replace(budget, requested_kv_bytes=2 * GIB)
-    with pytest.raises(ConfigError, match="kv_cache_memory_bytes=0"):
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes=0: must be at least 1; left out"):
         dataclasses.replace(budget, requested_kv_bytes=0)
 
 

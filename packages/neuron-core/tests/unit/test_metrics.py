@@ -23,6 +23,7 @@ def record(metrics: NeuronMetrics) -> None:
     metrics.model_loaded(2.5, 1000)
     metrics.started(9.0, {"import": 4.0})
     metrics.preempted(2)
+    metrics.prefix_cache_skipped(5)
     metrics.kv_blocks(99, 40)
     metrics.observe_step("prefill_s128", padded_seqs=3, padded_tokens=28)
     metrics.observe_step("prefill_s128", padded_seqs=0, padded_tokens=0)
@@ -39,6 +40,7 @@ def test_every_series_has_its_value_under_its_labels() -> None:
         ("compile_cache_seconds_saved_total", "rank"): 2.5,
         ("compile_cache_evicted_total", "rank"): 0,
         ("preemptions_total", "rank"): 2,
+        ("prefix_cache_skips_total", "rank"): 5,
         ("graph_executions_total", "bucket"): 2,
         ("num_seqs_padding_sum", "bucket"): 3,
         ("num_seqs_padding_count", "bucket"): 2,

@@ -116,7 +116,15 @@ def validate_request(params: SamplingParams | PoolingParams) -> None:
         value = getattr(params, name)
         if refused.is_set(value):
             raise VLLMValidationError(refused.reason, parameter=name, value=value)
+    _check_prompt_logprobs(params)
     _check_extra_args(params.extra_args or {})
+
+
+def _check_prompt_logprobs(params: SamplingParams) -> None:
+    # vLLM itself sets True beside prompt_logprobs: what is found in the cache has no hidden states to score.
+    if params.prompt_logprobs is not None and params.skip_reading_prefix_cache is False:
+        reason = "prompt_logprobs need every prompt token computed; use true or leave it out"
+        raise VLLMValidationError(reason, parameter="skip_reading_prefix_cache", value=False)
 
 
 def _check_extra_args(extra_args: dict[str, Any]) -> None:

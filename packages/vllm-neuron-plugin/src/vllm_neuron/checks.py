@@ -106,6 +106,18 @@ REFUSALS = (
     _unset("--ec-transfer-config", lambda c: c.ec_transfer_config),
     _unset("--weight-transfer-config", lambda c: c.weight_transfer_config),
     _unset("--kv-offloading-size", lambda c: c.cache_config.kv_offloading_size),
+    Refusal(
+        "--kv-offloading-backend",
+        lambda c: c.cache_config.kv_offloading_backend,
+        ("native",),
+        "the KV cache is not offloaded; leave it out",
+    ),
+    Refusal(
+        "--prefix-cache-retention-interval",
+        lambda c: c.cache_config.prefix_cache_retention_interval,
+        (0, None),
+        "for sliding-window and Mamba layers, which no model here has; use 0",
+    ),
     _unset(
         "--kv-cache-dtype-skip-layers",
         lambda c: c.cache_config.kv_cache_dtype_skip_layers or None,
@@ -124,6 +136,19 @@ REFUSALS = (
         (0,),
         "not supported; use 0 and a larger --tensor-parallel-size if the weights do not fit",
     ),
+    Refusal(
+        "--offload-num-in-group",
+        lambda c: c.offload_config.prefetch.offload_num_in_group,
+        (1,),
+        "weights are not offloaded; leave it out",
+    ),
+    Refusal(
+        "--offload-prefetch-step",
+        lambda c: c.offload_config.prefetch.offload_prefetch_step,
+        (1,),
+        "weights are not offloaded; leave it out",
+    ),
+    _unset("--offload-params", lambda c: sorted(c.offload_config.prefetch.offload_params) or None),
     Refusal(
         "--offload-backend",
         lambda c: c.offload_config.offload_backend,
@@ -206,13 +231,15 @@ def _executor(backend: object) -> object:
 def check_settings(vllm_config: VllmConfig) -> None:
     """Raise ``ConfigError`` for the first setting this engine cannot honour."""
     has_model = vllm_config.model_config is not None
+    if has_model:
+        # Before the table: for some types vLLM sets other flags of it by itself.
+        _check_kv_cache_dtype(vllm_config)
     for refusal in REFUSALS + (MODEL_REFUSALS if has_model else ()):
         value = refusal.read(vllm_config)
         if value not in refusal.works:
             raise ConfigError(refusal.setting, value, refusal.hint)
     _check_block_size(vllm_config)
     if has_model:
-        _check_kv_cache_dtype(vllm_config)
         _check_chunking(vllm_config)
 
 
@@ -223,6 +250,10 @@ def _check_block_size(vllm_config: VllmConfig) -> None:
         works = dict.fromkeys((lower, lower + BLOCK_SIZE_MULTIPLE))
         hint = f"must be a multiple of {BLOCK_SIZE_MULTIPLE}; {' and '.join(map(str, works))} work"
         raise ConfigError("--block-size", size, hint)
+    unit = vllm_config.cache_config.prefix_match_unit
+    if unit not in (None, size):
+        hint = f"prefix hits are whole blocks; use {size} (--block-size) or leave it out"
+        raise ConfigError("--prefix-match-unit", unit, hint)
 
 
 def _check_kv_cache_dtype(vllm_config: VllmConfig) -> None:

@@ -94,7 +94,8 @@ class NeuronConfig:
         _whole_numbers,
         "Contexts, in tokens, that the block tables of a decode step are cut to. Strictly ascending, each below "
         "`max_model_len`, whose own context is always added, and a multiple of the block size and, where "
-        "`max_model_len` exceeds 128, of 128. `[]` leaves the full context alone. Default: powers of two from 512.",
+        "`max_model_len` exceeds 128, of 128. `[]` leaves the full context alone. Default: powers of two from 512, "
+        "or of four or more where those would make more than 48 decode buckets.",
         kind="list of integers",
         optional=True,
     )
@@ -173,8 +174,11 @@ def neuron_config(vllm_config: VllmConfig) -> NeuronConfig:
     return NeuronConfig.from_additional_config(vllm_config.additional_config)
 
 
-def bucket_plan(vllm_config: VllmConfig) -> BucketPlan:
-    """The shapes this engine compiles: a pure function of the configuration, equal in every process."""
+def bucket_plan(vllm_config: VllmConfig, tensor_parallel_size: int | None = None) -> BucketPlan:
+    """The shapes this engine compiles: a pure function of the configuration, equal in every process.
+
+    ``tensor_parallel_size`` asks for those of another number of ranks; ``ConfigError`` if it does not divide them.
+    """
     settings = neuron_config(vllm_config)
     scheduler = vllm_config.scheduler_config
     return BucketPlan.from_limits(
@@ -186,7 +190,7 @@ def bucket_plan(vllm_config: VllmConfig) -> BucketPlan:
         decode_buckets=settings.decode_buckets,
         decode_context_length_buckets=settings.decode_context_length_buckets,
         max_prefill_seqs=settings.max_prefill_seqs,
-        token_multiple=vllm_config.parallel_config.tensor_parallel_size,
+        token_multiple=tensor_parallel_size or vllm_config.parallel_config.tensor_parallel_size,
     )
 
 

@@ -102,7 +102,7 @@ class NeuronPlatform(Platform):
     @classmethod
     def default_async_scheduling(cls) -> bool | None:
         """False where host and device are the same processors: nothing to overlap; else vLLM's default."""
-        return False if discovered().device.torch_device.type == "cpu" else None
+        return None if discovered().device.overlaps_host else False
 
     @classmethod
     def verify_model_arch(cls, model_arch: str) -> None:

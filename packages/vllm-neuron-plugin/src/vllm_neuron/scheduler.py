@@ -91,9 +91,7 @@ class NeuronScheduler(AsyncScheduler):
             output = super().schedule(throttle_prefills)
         self._verify(output, phase, held)
         self._remember(output, phase, held)
-        self._record_blocks()
-        if output.preempted_req_ids:
-            self._metrics.preempted(len(output.preempted_req_ids))
+        self._record(output)
         return output
 
     def update_from_output(
@@ -113,6 +111,14 @@ class NeuronScheduler(AsyncScheduler):
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         self._record_blocks()
         return finished
+
+    def _record(self, output: SchedulerOutput) -> None:
+        self._record_blocks()
+        self._metrics.preempted(len(output.preempted_req_ids or ()))
+        if self.kv_cache_manager.enable_caching:
+            # Who comes back from a preemption is not new, so that a request counts once.
+            new = (self.requests[request.req_id] for request in output.scheduled_new_reqs)
+            self._metrics.prefix_cache_skipped(sum(request.skip_reading_prefix_cache for request in new))
 
     def _record_blocks(self) -> None:
         self._metrics.kv_blocks(self.kv_cache_config.num_blocks - 1, self._num_free_blocks)

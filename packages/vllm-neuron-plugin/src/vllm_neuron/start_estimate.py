@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -11,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from neuron_core.activations import activation_bytes
 from neuron_core.devices.base import Device
 from neuron_core.errors import ConfigError
 from neuron_core.estimate import Footprint, StartEstimate
 from neuron_core.protocols import StaticModel
 from neuron_models import registry
 from neuron_parallel import ParallelGroups, ParallelPlan
+from vllm_neuron.config import bucket_plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,15 +52,16 @@ class StartEstimates:
         return self.of(self._config.parallel_config.tensor_parallel_size)
 
     def of(self, degree: int) -> StartEstimate:
-        """The estimate for ``degree`` ranks on this host; raises ``ConfigError`` if it does not divide the model."""
+        """The estimate for ``degree`` ranks on this host.
+
+        Raises ``ConfigError`` if it does not divide the model or the prefill buckets.
+        """
         with torch.device("meta"):
             model = self._make_model(ParallelGroups.describe(ParallelPlan(degree)))
-        if not isinstance(model, nn.Module):
-            raise ConfigError("architectures", type(model).__name__, "the model must be a torch module")
         cache = self._config.cache_config
         share = degree if self._device.ranks_share_memory else 1
         return StartEstimate(
-            footprint=Footprint.of(model, model.kv_layouts, self._device),
+            footprint=self._footprint(model, degree),
             total_bytes=self._total_bytes // share,
             free_bytes=self._free_bytes // share,
             utilization=cache.gpu_memory_utilization,
@@ -67,12 +71,21 @@ class StartEstimates:
             requested_kv_bytes=cache.kv_cache_memory_bytes,
         )
 
+    def _footprint(self, model: StaticModel, degree: int) -> Footprint:
+        if not isinstance(model, nn.Module):
+            raise ConfigError("architectures", type(model).__name__, "the model must be a torch module")
+        footprint = Footprint.of(model, model.kv_layouts, self._device)
+        # After the device has brought the weights into its own form, in which a step uses them.
+        plan = bucket_plan(self._config, degree)
+        return dataclasses.replace(footprint, activation_bytes=activation_bytes(model, plan))
+
     def others(self) -> Iterator[Callable[[], StartEstimate]]:
-        """Makers of the estimates of the other degrees that divide the model, smallest first."""
+        """Makers of the estimates of the other degrees that divide model and buckets, smallest first."""
         own, config = self._config.parallel_config.tensor_parallel_size, self._config.model_config
         for degree in range(1, MAX_DEGREE + 1):
             try:
                 registry.check_model(config.hf_text_config, ParallelPlan(degree))
+                bucket_plan(self._config, degree)
             except ConfigError:
                 continue
             if degree != own:

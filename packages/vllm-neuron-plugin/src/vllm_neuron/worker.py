@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from neuron_core.devices.discovery import open_device
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+T = TypeVar("T")
+
 KV_LAYOUT = "LBHNC"
 """vLLM's name of a cache of one tensor per layer: block, head, place in the block, keys then values."""
 
@@ -58,11 +61,13 @@ class NeuronWorker(WorkerBase):
         self.plan = bucket_plan(self.vllm_config)
         self.world_size = self.parallel_config.world_size
         self.neuron_device = open_device(discovered().device.name, self.environment)
+        self.overlap = bool(self.vllm_config.scheduler_config.async_scheduling)
+        self.stream = self.neuron_device.stream(overlap=self.overlap)
         self.metrics = NeuronMetrics(self.model_config.served_model_name, self.rank)
 
     def init_device(self) -> None:
         """Claim the device and join the other ranks; raises ``DeviceError`` if the device cannot start."""
-        self.neuron_device.start(self.local_rank, self.world_size)
+        self._on_stream(lambda: self.neuron_device.start(self.local_rank, self.world_size))
         self.device = self.neuron_device.torch_device
         init_distributed_environment(
             self.world_size, self.rank, self.distributed_init_method, self.local_rank, backend="gloo"
@@ -85,7 +90,7 @@ class NeuronWorker(WorkerBase):
         read = fill_weights(
             model, self.vllm_config, self.groups.tp, dummy=load_dummy_weights, shown=self.rank == 0
         )
-        self.neuron_device.prepare(model)
+        self._on_stream(lambda: self.neuron_device.prepare(model))
         seconds, size = time.perf_counter() - begun, module_bytes([model])
         self.times.spend("load", seconds)
         self.metrics.model_loaded(seconds, size)
@@ -118,6 +123,7 @@ class NeuronWorker(WorkerBase):
         estimates = StartEstimates(self.vllm_config, self.neuron_device, self._make_model)
         estimate = estimates.own()
         estimate.require_fit(estimates.others())
+        self.activation_bytes = estimate.footprint.activation_bytes
         if self.rank == 0:
             logger.info("%s", estimate.table())
 
@@ -149,6 +155,7 @@ class NeuronWorker(WorkerBase):
             ranks_on_host=self.world_size,
             utilization=self.cache_config.gpu_memory_utilization,
             weights_bytes=module_bytes([self.get_model()]),
+            activation_bytes=self.activation_bytes,
             requested_kv_bytes=self.cache_config.kv_cache_memory_bytes,
         )
         override = self.cache_config.num_gpu_blocks_override
@@ -158,16 +165,18 @@ class NeuronWorker(WorkerBase):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV tensors and make the runner."""
-        builder = graph_builder(self.neuron_device, self.settings, self.environment)
+        builder = self._on_stream(lambda: graph_builder(self.neuron_device, self.settings, self.environment))
         executor = GraphExecutor(self.model, self.plan, builder, self.groups.tp.rank())
         executor.allocate(self.model.kv_layouts, kv_cache_config.num_blocks, self.neuron_device.torch_device)
         self.runner = NeuronModelRunner(
             executor,
             self.plan,
             self.metrics,
+            self.stream,
             engine_seed=self.model_config.seed or 0,
             logprobs_mode=self.model_config.logprobs_mode,
             sample_on_device=self.settings.on_device_sampling,
+            overlap=self.overlap,
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -175,7 +184,7 @@ class NeuronWorker(WorkerBase):
         begun = time.perf_counter()
         executor = self.runner.executor
         with WarmUpProgress(executor.builder.stats, self.metrics, shown=self.rank == 0) as progress:
-            executor.compile(progress, self.times)
+            self._on_stream(lambda: executor.compile(progress, self.times))
         seconds = time.perf_counter() - begun
         self.metrics.cache_used(asdict(executor.builder.cache.counters))
         self.metrics.started(self.times.total(), self.times.phases())
@@ -190,17 +199,19 @@ class NeuronWorker(WorkerBase):
 
     @torch.no_grad()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run a step; None when it had tokens, because vLLM then asks ``sample_tokens`` in every mode."""
+        """Submit a step; None when it has tokens, because vLLM then asks ``sample_tokens`` in every mode."""
         return self.runner.execute_model(scheduler_output)
 
     @torch.no_grad()
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """The output of the step that ran last."""
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """The output of the step submitted last; with asynchronous scheduling a promise of it."""
         return self.runner.sample_tokens()
 
     def synchronize_device(self) -> None:
-        """Wait for the device."""
-        self.neuron_device.synchronize()
+        """Wait for the device and for everything submitted to it."""
+        self._on_stream(self.neuron_device.synchronize)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Refused: the graphs' shapes follow from the length, which must be known before they are made."""
@@ -210,4 +221,9 @@ class NeuronWorker(WorkerBase):
         """Nothing to do: no rank outside this engine waits for it."""
 
     def shutdown(self) -> None:
-        """Nothing to release that the end of the process does not."""
+        """Let the stream end; all else is released by the end of the process."""
+        self.stream.close()
+
+    def _on_stream(self, work: Callable[[], T]) -> T:
+        """Run ``work`` where executions run: threads are bound, and counted, from the thread that starts the device."""
+        return self.stream.submit(torch.no_grad()(work)).result()

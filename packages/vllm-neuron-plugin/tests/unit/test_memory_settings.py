@@ -15,6 +15,7 @@ from vllm import EngineArgs
 from neuron_core.devices.cpu import CpuDevice
 from neuron_core.devices.host import Host
 from neuron_core.errors import CapacityError
+from neuron_core.memory import format_bytes
 from neuron_models import build_model
 from neuron_parallel import ParallelGroups, ParallelPlan
 from vllm_neuron import weights
@@ -77,6 +78,7 @@ class Cores(CpuDevice):
     """The CPU device as if each rank had that memory to itself, as the cores of a chip have."""
 
     ranks_share_memory = False
+    overlaps_host = True
 
 
 @pytest.fixture
@@ -121,20 +123,61 @@ def test_settings_reach_the_estimate(estimates):
     assert estimates(CpuDevice(Room(GIB)), kv_cache_memory_bytes=MIB).own().requested_kv_bytes == MIB
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_step_of_the_plan_is_a_term_of_the_estimate_and_of_the_budget(estimates, degree):
+    # The prompt's activations of one layer alone, [tokens, intermediate / ranks] of gate and up, and the logits.
+    small, large = (
+        estimates(
+            CpuDevice(Room(GIB)),
+            max_model_len=256,
+            max_num_batched_tokens=tokens,
+            hf_overrides={"intermediate_size": 4096},
+        ).of(degree)
+        for tokens in (64, 256)
+    )
+    for estimate, tokens in ((small, 64), (large, 256)):
+        size = estimate.footprint.activation_bytes
+        assert 2 * tokens * 4096 // degree * 4 < size < 8 * tokens * 4096 // degree * 4
+        shown = format_bytes(size)
+        assert re.search(rf"activation headroom +{re.escape(shown)}\n", estimate.table())
+        assert estimate.budget().activation_bytes == size
+    more = large.footprint.activation_bytes - small.footprint.activation_bytes
+    used = [e.budget().limits["utilization"] for e in (small, large)]
+    assert used[0] - used[1] == more > 0
+
+
+def test_logits_of_many_requests_decide_where_prompts_are_short(estimates):
+    # Float32 [requests, vocabulary], made and kept.
+    sizes = {"max_model_len": 16, "max_num_batched_tokens": 512, "max_num_seqs": 512}
+    footprint = estimates(CpuDevice(Room(GIB)), **sizes).own().footprint
+    assert 2 * 512 * 256 * 4 <= footprint.activation_bytes < 6 * 512 * 256 * 4
+
+
 def test_other_degrees_are_those_that_divide_the_model(estimates):
     # 4 heads, 2 KV heads, intermediate size 128.
     degrees = [make().tensor_parallel_size for make in estimates(CpuDevice(Room(GIB))).others()]
     assert degrees == [2, 4]
+    # A prefill bucket is shared by the ranks too.
+    buckets = {"neuron_config": {"prefill_buckets": [66, 128]}}
+    made = estimates(CpuDevice(Room(GIB)), additional_config=buckets)
+    assert [make().tensor_parallel_size for make in made.others()] == [2]
 
 
 def test_more_ranks_help_only_where_they_bring_memory(estimates):
-    whole = estimates(CpuDevice(Room(GIB))).own()
+    # Steps small beside the weights, half of which then leave room for one.
+    sizes = {
+        "max_model_len": 16,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 16,
+        "hf_overrides": {"intermediate_size": 2048},
+    }
+    whole = estimates(CpuDevice(Room(GIB)), **sizes).own()
     free = whole.loading_bytes - 1
     for device, message in (
         (Cores(Room(free)), r"--tensor-parallel-size 2 works\."),
         (CpuDevice(Room(free)), r"No other --tensor-parallel-size works here\."),
     ):
-        made = estimates(device)
+        made = estimates(device, **sizes)
         with pytest.raises(CapacityError, match=message):
             made.own().require_fit(made.others())
 

@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_neuron.runner.host_sampling import _edit, resample
+from vllm_neuron.runner.host_sampling import _edit, host_rows, resample
 from vllm_neuron.runner.requests import RequestTable
 
 VOCAB = 23
@@ -38,6 +38,12 @@ def make_table(requests) -> RequestTable:
         for token in output:
             table.append(table.requests[str(index)], token)
     return table
+
+
+def edit(logits: torch.Tensor, table: RequestTable) -> torch.Tensor:
+    requests = list(table.requests.values())
+    rows = host_rows(table, requests, range(len(requests)), earlier=())
+    return _edit(logits, rows, [row.known(None) for row in rows])
 
 
 def vllm_edits(logits: torch.Tensor, requests) -> torch.Tensor:
@@ -105,6 +111,7 @@ def sampling(draw) -> SamplingParams:
     return params
 
 
+@pytest.mark.supports("penalties and logit edits", model="any")
 @given(
     st.lists(
         st.tuples(st.lists(TOKENS, min_size=1, max_size=9), st.lists(TOKENS, max_size=9), sampling()),
@@ -116,8 +123,7 @@ def sampling(draw) -> SamplingParams:
 @settings(max_examples=150, deadline=None)
 def test_edits_equal_those_of_vllm(requests, seed):
     logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    table = make_table(requests)
-    edited = _edit(logits.clone(), table, list(table.requests.values()))
+    edited = edit(logits.clone(), make_table(requests))
     torch.testing.assert_close(edited, vllm_edits(logits, requests))
 
 
@@ -132,7 +138,8 @@ def test_only_the_rows_asked_for_change_and_the_logits_stay():
     table = make_table(requests)
     logits = torch.randn(4, VOCAB)
     before, tokens = logits.clone(), torch.tensor([9, 9, 9, 9], dtype=torch.int32)
-    drawn = resample(logits, tokens, make_step(4), table, list(table.requests.values()), [0, 2])
+    rows = host_rows(table, list(table.requests.values()), [0, 2], earlier=())
+    drawn = resample(logits, tokens, make_step(4), rows)
     assert drawn.tolist() == [4, 9, 4, 9] and drawn.dtype == torch.int32
     assert torch.equal(logits, before) and tokens.tolist() == [9, 9, 9, 9]
 
@@ -153,7 +160,31 @@ def test_penalties_end_where_the_prompt_of_a_longer_neighbour_goes_on():
     short = ([2], [], SamplingParams(repetition_penalty=2.0))
     long = (list(range(20)), [], SamplingParams(repetition_penalty=2.0))
     logits = torch.ones(2, VOCAB)
-    table = make_table([short, long])
-    edited = _edit(logits, table, list(table.requests.values()))
+    edited = edit(logits, make_table([short, long]))
     halved = [np.flatnonzero(edited[row].numpy() == 0.5).tolist() for row in range(2)]
     assert halved == [[2], list(range(20))]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(TOKENS, min_size=1, max_size=9), st.lists(TOKENS, min_size=1, max_size=9), sampling()
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+    st.randoms(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_token_in_flight_counts_as_if_it_had_been_read(requests, random):
+    logits = torch.randn(len(requests), VOCAB)
+    table = make_table([(prompt, output[:-1], params) for prompt, output, params in requests])
+    earlier = list(table.requests.values())
+    random.shuffle(earlier)
+    drawn = torch.tensor([requests[int(request.request_id)][1][-1] for request in earlier])
+    for request in earlier:
+        table.append(request)
+    known = list(table.requests.values())
+    rows = host_rows(table, known, range(len(known)), earlier)
+    edited = _edit(logits.clone(), rows, [row.known(drawn) for row in rows])
+    torch.testing.assert_close(edited, vllm_edits(logits, requests))

@@ -14,8 +14,9 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from neuron_core.errors import UncompiledShapeError
 from neuron_core.graphs.buckets import BucketPlan, Phase
 from neuron_core.step import StepInput
+from vllm_neuron.runner.feed import make_feed
 from vllm_neuron.runner.inputs import build, make_batch
-from vllm_neuron.runner.requests import RequestTable
+from vllm_neuron.runner.requests import UNKNOWN, RequestTable
 
 BLOCK, LENGTH, SEQS = 16, 96, 8
 CONTEXT = 32
@@ -143,6 +144,44 @@ def test_a_placeholder_token_is_an_error():
     table = filled_table([(40, 0)])
     table.token_ids[table.requests["r0"].row, 7] = -1
     batch = make_batch(table, PLAN, list(table.requests.values()), [40])
+    with pytest.raises(ValueError, match="r0"):
+        build(table, batch, rank=0)
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_tokens_in_flight_come_from_their_row_of_the_step_before(data):
+    requests, counts = data.draw(schedules(data.draw(st.sampled_from([Phase.PREFILL, Phase.DECODE]))))
+    table = filled_table(requests)
+    known = list(table.requests.values())
+    batch = make_batch(table, PLAN, known, counts)
+    whole = build(table, batch, rank=0)
+    earlier = data.draw(st.permutations(known))
+    drawn = torch.full((data.draw(st.sampled_from([len(known), SEQS])),), 7, dtype=torch.int32)
+    for request, draws in zip(known, batch.draws, strict=True):
+        if draws and data.draw(st.booleans()):
+            last = int(table.num_tokens[request.row]) - 1
+            drawn[earlier.index(request)] = int(table.token_ids[request.row, last])
+            table.token_ids[request.row, last] = UNKNOWN
+    feed = make_feed(table, batch, earlier)
+    step = build(table, batch, rank=0, feed=feed)
+    total = sum(counts)
+    assert (step.token_ids >= 0).all()
+    fed, waited = feed.apply(step.token_ids, total, drawn) if feed else (step.token_ids, False)
+    assert torch.equal(fed[:total], whole.token_ids[:total])
+    if not waited and feed:
+        assert fed is drawn  # nothing was copied, let alone read
+    if waited:
+        assert torch.equal(fed, whole.token_ids)
+
+
+def test_a_token_in_flight_without_a_source_is_an_error():
+    table = filled_table([(40, 39), (20, 19)])
+    one, two = table.requests.values()
+    table.token_ids[one.row, 39] = UNKNOWN
+    batch = make_batch(table, PLAN, [one, two], [1, 1])
+    with pytest.raises(ValueError, match="r0"):
+        make_feed(table, batch, [two])
     with pytest.raises(ValueError, match="r0"):
         build(table, batch, rank=0)
 

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_neuron.runner.logprobs import drawn_logprobs, gather, prompt_logprobs, scores_of
+from vllm_neuron.runner.logprobs import drawn_logprobs, gather, prompt_parts, score_prompts, scores_of
 
 
+@pytest.mark.supports("logprobs", model="any")
 @given(rows=st.integers(1, 6), vocab=st.integers(2, 60), seed=st.integers(0, 999), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_gathered_scores_are_those_of_sorting(rows, vocab, seed, data):
@@ -66,29 +67,30 @@ def test_nothing_is_computed_when_nobody_asks():
 def test_a_prompt_in_chunks_is_scored_as_in_one(chunks):
     vocab, prompt = 13, [5, 1, 12, 7, 7, 0, 3, 9, 11, 2, 4]
     hidden = torch.randn(len(prompt), vocab)  # the head is the identity
-    table = SimpleNamespace(num_computed=np.zeros(1, np.int64), token_ids=np.array([prompt], np.int32))
     wanted = SimpleNamespace(
         request_id="a",
         row=0,
+        prompt_ids=np.array(prompt, np.int32),
         num_prompt_tokens=len(prompt),
         wants_prompt_logprobs=True,
         prompt_logprobs=None,
         sampling=SimpleNamespace(prompt_logprobs=3),
     )
-    done, at = {}, 0
-    for count in chunks:
-        assert not done
-        table.num_computed[0] = at
+    parts, at = [], 0
+    for count in chunks:  # all are submitted before the first runs
         batch = SimpleNamespace(
             requests=(wanted,),
             num_scheduled=(count,),
             starts=np.array([0, count]),
             draws=(at + count == len(prompt),),
         )
-        done = prompt_logprobs(batch, table, hidden[at : at + count], lambda h: h, scores_of("raw_logprobs"))
+        parts.append((prompt_parts(batch, np.array([at])), hidden[at : at + count]))
         at += count
+    assert not wanted.wants_prompt_logprobs
+    done = [score_prompts(part, rows, lambda h: h, scores_of("raw_logprobs")) for part, rows in parts]
+    assert not any(done[:-1])
     reference = hidden.log_softmax(-1)[:-1]
-    found = done["a"]
+    found = done[-1]["a"]
     assert found.logprobs.shape == (len(prompt) - 1, 4)
     assert found.logprob_token_ids[:, 0].tolist() == prompt[1:]
     torch.testing.assert_close(

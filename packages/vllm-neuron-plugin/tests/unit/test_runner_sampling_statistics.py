@@ -52,6 +52,7 @@ def draw(seeds: np.ndarray, places: np.ndarray, settings: tuple[float, int, floa
     ).numpy()
 
 
+@pytest.mark.supports("temperature, top-k, top-p, min-p", model="any")
 @pytest.mark.parametrize("stream", ["one request's places", "many requests' first token"])
 @pytest.mark.parametrize(
     "settings",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from neuron_core.devices.chips import ChipSpec
+from neuron_core.devices.stream import Stream
 
 __all__ = ["Device"]
 
@@ -22,6 +23,8 @@ class Device(Protocol):
     """The chip, or None for the CPU device."""
     ranks_share_memory: bool
     """Whether the ranks of one host draw on the same memory, so that each may plan with its share only."""
+    overlaps_host: bool
+    """Whether executions leave the host's processors free, so that preparing the next one meanwhile pays."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -49,6 +52,13 @@ class Device(Protocol):
 
     def pin_threads(self, rank: int, world_size: int) -> None:
         """Bind this process's compute threads to the processors that belong to ``rank`` of ``world_size``."""
+        ...
+
+    def stream(self, *, overlap: bool) -> Stream:
+        """A queue for this device's executions; with ``overlap`` they run beside the thread that submits them.
+
+        What depends on the thread, such as ``start``, has to be submitted too.
+        """
         ...
 
     def synchronize(self) -> None:

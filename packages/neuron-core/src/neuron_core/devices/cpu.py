@@ -12,6 +12,7 @@ from torch import nn
 
 from neuron_core.devices.chips import ChipSpec
 from neuron_core.devices.host import Host
+from neuron_core.devices.stream import InlineStream, Stream, ThreadStream
 from neuron_core.errors import ConfigError
 
 __all__ = ["CpuDevice", "cpu_identity"]
@@ -34,6 +35,7 @@ class CpuDevice:
     name = "cpu"
     chip: ChipSpec | None = None
     ranks_share_memory = True
+    overlaps_host = False
 
     def __init__(self, host: Host | None = None, cache_dir: Path | None = None) -> None:
         self._host = host or Host()
@@ -94,6 +96,10 @@ class CpuDevice:
         cpus = self.threads(rank, world_size)
         ops.pin_threads(cpus)
         self._num_threads = len(cpus)
+
+    def stream(self, *, overlap: bool) -> Stream:
+        """The calling thread, or one thread beside it."""
+        return ThreadStream() if overlap else InlineStream()
 
     def synchronize(self) -> None:
         """Do nothing: work on the CPU has finished when the call returns."""

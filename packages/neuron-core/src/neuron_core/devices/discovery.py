@@ -10,6 +10,7 @@ from pathlib import Path
 from neuron_core.devices.base import Device
 from neuron_core.devices.cpu import CpuDevice
 from neuron_core.devices.neuron import NeuronDevice, Probe, probe_in_child
+from neuron_core.devices.registry import BUILT_IN, added_device, device_names
 from neuron_core.environ import Environment
 from neuron_core.errors import DeviceError, unknown_name_hint
 
@@ -32,8 +33,11 @@ def discover(
 
     ``VLLM_NEURON_DEVICE`` forces one; forcing Neuron raises ``DeviceError`` naming what is missing. Choosing
     claims no core: the probe runs in a short-lived process. Workers do not choose again, they use
-    ``open_device``.
+    ``open_device``. A device that another distribution adds is never chosen, only forced.
     """
+    if environment.device is not None and environment.device not in BUILT_IN:
+        device = open_device(environment.device, environment)
+        return Discovery(device, f"{device.name} device: VLLM_NEURON_DEVICE={environment.device}")
     if environment.device == "cpu":
         return _cpu(environment, "VLLM_NEURON_DEVICE=cpu")
     found = _probe(dev_root, probe)
@@ -50,13 +54,19 @@ def discover(
 def open_device(name: str, environment: Environment) -> Device:
     """The device a parent process has chosen, by name, without probing.
 
-    Raises ``DeviceError`` for any other name.
+    Raises ``DeviceError`` for a name nobody provides, and for one whose provider makes a device of another name.
     """
     if name == "cpu":
         return CpuDevice(cache_dir=environment.cache_dir)
     if name == "neuron":
         return NeuronDevice(environment)
-    raise DeviceError(f"no device is called {name!r}: {unknown_name_hint(name, ('cpu', 'neuron'))}")
+    if name not in (known := device_names()):
+        raise DeviceError(f"no device is called {name!r}: {unknown_name_hint(name, known)}")
+    point = added_device(name)
+    device: Device = point.load()(environment)
+    if device.name != name:
+        raise DeviceError(f"device {name!r}: {point.value} made a device that calls itself {device.name!r}")
+    return device
 
 
 def _probe(dev_root: Path, probe: Callable[[], Probe]) -> Probe:

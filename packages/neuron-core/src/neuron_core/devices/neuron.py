@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from neuron_core.devices.chips import ChipSpec, chip_for_instance, chip_for_target
+from neuron_core.devices.stream import InlineStream, Stream, ThreadStream
 from neuron_core.environ import Environment, export
 from neuron_core.errors import ConfigError, DeviceError
 
@@ -113,6 +114,7 @@ class NeuronDevice:
 
     name = "neuron"
     ranks_share_memory = False
+    overlaps_host = True
 
     def __init__(
         self, environment: Environment, stack: str = "", product_name: Path = DMI_PRODUCT_NAME
@@ -172,6 +174,10 @@ class NeuronDevice:
 
     def pin_threads(self, rank: int, world_size: int) -> None:
         """Leave host threads unbound: they only submit work."""
+
+    def stream(self, *, overlap: bool) -> Stream:
+        """The calling thread, or one thread beside it, which submits to the runtime and may wait for it."""
+        return ThreadStream() if overlap else InlineStream()
 
     def synchronize(self) -> None:
         """Wait for the device. The stacks' ``torch.neuron`` modules differ; one has nothing to wait with."""

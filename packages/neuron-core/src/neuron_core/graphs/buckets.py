@@ -14,6 +14,7 @@ from neuron_core.errors import ConfigError, UncompiledShapeError
 
 __all__ = [
     "CONTEXT_MULTIPLE",
+    "MAX_DEFAULT_DECODE_BUCKETS",
     "MIN_DEFAULT_CONTEXT",
     "MIN_DEFAULT_PREFILL_TOKENS",
     "Bucket",
@@ -27,6 +28,9 @@ MIN_DEFAULT_PREFILL_TOKENS = 64
 
 MIN_DEFAULT_CONTEXT = 512
 """Smallest decode context of a default plan, in tokens."""
+
+MAX_DEFAULT_DECODE_BUCKETS = 48
+"""Most decode buckets of a plan with default contexts, unless there are more request sizes: each is a compile."""
 
 CONTEXT_MULTIPLE = 128
 """What a decode context divides by, in tokens, wherever a request can be longer than that."""
@@ -126,7 +130,8 @@ class BucketPlan:
                 nearest = round_up(size, self.token_multiple)
                 hint = f"{size} is not a multiple of {self.token_multiple} (ranks share a prompt's tokens); "
                 raise ConfigError("prefill_buckets", list(self.prefill_tokens), hint + f"{nearest} works")
-        _check_contexts(self.decode_contexts, self.max_model_len, self.block_size)
+        default = _default_contexts(self.max_model_len, self.block_size, len(self.decode_seqs))
+        _check_contexts(self.decode_contexts, self.max_model_len, self.block_size, default)
 
     @classmethod
     def from_limits(
@@ -159,7 +164,7 @@ class BucketPlan:
         if decode_buckets is None:
             decode_buckets = _default_decode(max_num_seqs)
         if decode_context_length_buckets is None:
-            decode_context_length_buckets = _default_contexts(max_model_len, block_size)
+            decode_context_length_buckets = _default_contexts(max_model_len, block_size, len(decode_buckets))
         return cls(
             block_size=block_size,
             max_model_len=max_model_len,
@@ -266,25 +271,35 @@ def _default_prefill(max_model_len: int, max_num_batched_tokens: int, multiple: 
 
 
 def _default_decode(max_num_seqs: int) -> tuple[int, ...]:
-    return _ending_at(max_num_seqs, _powers_of_two(1, max_num_seqs), 1)
+    return _ending_at(max_num_seqs, _powers(2, 1, max_num_seqs), 1)
 
 
-def _default_contexts(max_model_len: int, block_size: int) -> tuple[int, ...]:
+def _default_contexts(max_model_len: int, block_size: int, num_sizes: int) -> tuple[int, ...]:
+    """Each the same power of two times the one before: twice, or the least that keeps the buckets few."""
     multiple = _context_multiple(max_model_len, block_size)
-    sizes = _powers_of_two(MIN_DEFAULT_CONTEXT, max_model_len)
-    return _ending_at(max_model_len, sizes, multiple)[:-1]
+    # Beside the full context; a plan refuses an empty list of sizes by its own name.
+    most = MAX_DEFAULT_DECODE_BUCKETS // max(1, num_sizes) - 1
+    contexts: tuple[int, ...] = ()
+    factor = 2
+    while most > 0:
+        sizes = _powers(factor, MIN_DEFAULT_CONTEXT, max_model_len)
+        contexts = _ending_at(max_model_len, sizes, multiple)[:-1]
+        if len(contexts) <= most:
+            break
+        factor *= 2
+    return contexts
 
 
 def _context_multiple(max_model_len: int, block_size: int) -> int:
     return block_size if max_model_len <= CONTEXT_MULTIPLE else math.lcm(CONTEXT_MULTIPLE, block_size)
 
 
-def _powers_of_two(first: int, limit: int) -> list[int]:
-    """``first`` times 1, 2, 4, … while below ``limit``."""
+def _powers(factor: int, first: int, limit: int) -> list[int]:
+    """``first`` times 1, ``factor``, its square, … while below ``limit``."""
     sizes = []
     while first < limit:
         sizes.append(first)
-        first *= 2
+        first *= factor
     return sizes
 
 
@@ -319,8 +334,10 @@ def _check_list(setting: str, sizes: tuple[int, ...], default: tuple[int, ...], 
         raise ConfigError(setting, list(sizes), f"{problem}; {list(default)} works")
 
 
-def _check_contexts(sizes: tuple[int, ...], max_model_len: int, block_size: int) -> None:
-    """Check the decode contexts below the full one; there may be none."""
+def _check_contexts(
+    sizes: tuple[int, ...], max_model_len: int, block_size: int, default: tuple[int, ...]
+) -> None:
+    """Check the decode contexts below the full one; there may be none, and ``default`` works."""
     multiple = _context_multiple(max_model_len, block_size)
     problem = ""
     if any(not _is_positive(size) for size in sizes):
@@ -335,7 +352,7 @@ def _check_contexts(sizes: tuple[int, ...], max_model_len: int, block_size: int)
         problem = f"{misaligned[0]} is not a multiple of {multiple} ({reason})"
     if problem:
         works = [size for size in dict.fromkeys(_aligned(sizes, multiple)) if size < max_model_len]
-        works = works or list(_default_contexts(max_model_len, block_size))
+        works = works or list(default)
         raise ConfigError("decode_context_length_buckets", list(sizes), f"{problem}; {works} works")
 
 

@@ -8,29 +8,65 @@ draw is the device's sampler with the device's random numbers, so a request's te
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
 from neuron_core import ops
 from neuron_core.step import StepInput
-from vllm_neuron.runner.requests import Request, RequestTable
+from vllm_neuron.runner.requests import UNKNOWN, Request, RequestTable
+
+
+@dataclass(frozen=True, eq=False)
+class HostRow:
+    """A request whose token the host draws, as it stood when the step was submitted."""
+
+    row: int
+    params: SamplingParams
+    prompt_ids: NDArray[np.int32]
+    output_ids: list[int]
+    """The last may be ``UNKNOWN``: then the step before draws it."""
+    earlier_row: int | None = None
+    """Row of the step before, if that draws the last of ``output_ids``."""
+
+    def known(self, drawn: Tensor | None) -> list[int]:
+        """``output_ids`` with the last of them read from ``drawn [R]``, the tokens of the step before."""
+        if self.earlier_row is None or drawn is None:
+            return self.output_ids
+        return [*self.output_ids[:-1], int(drawn[self.earlier_row])]
+
+
+def host_rows(
+    table: RequestTable, requests: Sequence[Request], rows: Sequence[int], earlier: Sequence[Request]
+) -> tuple[HostRow, ...]:
+    """The ``rows`` of ``requests``, given the requests of the step before, whose tokens may be in flight."""
+    found = []
+    row_of = {request: row for row, request in enumerate(earlier)}
+    for row in rows:
+        request = requests[row]
+        output_ids = table.output_ids(request)
+        in_flight = bool(output_ids) and output_ids[-1] == UNKNOWN
+        earlier_row = row_of[request] if in_flight else None
+        found.append(HostRow(row, request.sampling, request.prompt_ids, output_ids, earlier_row))
+    return tuple(found)
 
 
 def resample(
-    logits: Tensor,
-    tokens: Tensor,
-    step: StepInput,
-    table: RequestTable,
-    requests: Sequence[Request],
-    rows: Sequence[int],
+    logits: Tensor, tokens: Tensor, step: StepInput, rows: Sequence[HostRow], drawn: Tensor | None = None
 ) -> Tensor:
-    """``tokens [R]`` with those of ``rows`` drawn anew from their edited ``logits [R, V]``; both stay as they are."""
-    index = torch.tensor(rows)
-    edited = _edit(logits[index].clone(), table, [requests[row] for row in rows])
-    drawn = ops.sample(
+    """``tokens [R]`` with those of ``rows`` drawn anew from their edited ``logits [R, V]``; both stay as they are.
+
+    ``drawn`` are the tokens of the step before, where it was in flight when this one was submitted.
+    """
+    index = torch.tensor([row.row for row in rows])
+    edited = _edit(logits[index].clone(), rows, [row.known(drawn) for row in rows])
+    sampled = ops.sample(
         edited,
         step.temperature[index],
         step.top_k[index],
@@ -38,50 +74,45 @@ def resample(
         step.min_p[index],
         step.uniform[index],
     )
-    return tokens.index_copy(0, index, drawn)
+    return tokens.index_copy(0, index, sampled)
 
 
-def _edit(logits: Tensor, table: RequestTable, requests: Sequence[Request]) -> Tensor:
-    outputs = [table.output_ids(request) for request in requests]
-    for row, request in enumerate(requests):
-        _restrict(logits[row], request)
-    banned = {row: words for row, r in enumerate(requests) if (words := r.sampling.bad_words_token_ids)}
+def _edit(logits: Tensor, rows: Sequence[HostRow], outputs: list[list[int]]) -> Tensor:
+    for index, row in enumerate(rows):
+        _restrict(logits[index], row.params)
+    banned = {index: words for index, row in enumerate(rows) if (words := row.params.bad_words_token_ids)}
     apply_bad_words(logits, banned, outputs)
-    for row, request in enumerate(requests):
-        _bias(logits[row], request, len(outputs[row]))
-    return _penalise(logits, table, requests, outputs)
+    for index, row in enumerate(rows):
+        _bias(logits[index], row.params, len(outputs[index]))
+    return _penalise(logits, rows, outputs)
 
 
-def _restrict(logits: Tensor, request: Request) -> None:
-    allowed = request.sampling.allowed_token_ids
+def _restrict(logits: Tensor, params: SamplingParams) -> None:
+    allowed = params.allowed_token_ids
     if allowed:
         kept = logits[allowed].clone()
         logits.fill_(float("-inf"))
         logits[allowed] = kept
 
 
-def _bias(logits: Tensor, request: Request, num_drawn: int) -> None:
-    params = request.sampling
+def _bias(logits: Tensor, params: SamplingParams, num_drawn: int) -> None:
     if num_drawn < params.min_tokens and params.all_stop_token_ids:
         logits[list(params.all_stop_token_ids)] = float("-inf")
     for token_id, bias in (params.logit_bias or {}).items():
         logits[int(token_id)] += bias
 
 
-def _penalise(
-    logits: Tensor, table: RequestTable, requests: Sequence[Request], outputs: list[list[int]]
-) -> Tensor:
-    params = [request.sampling for request in requests]
+def _penalise(logits: Tensor, rows: Sequence[HostRow], outputs: list[list[int]]) -> Tensor:
+    params = [row.params for row in rows]
     if all(
         p.repetition_penalty == 1.0 and not p.presence_penalty and not p.frequency_penalty for p in params
     ):
         return logits
     vocab = logits.shape[1]
-    longest = max(request.num_prompt_tokens for request in requests)
-    prompts = torch.full((len(requests), longest), vocab, dtype=torch.int64)
-    for row, request in enumerate(requests):
-        known = table.token_ids[request.row, : request.num_prompt_tokens]
-        prompts[row, : request.num_prompt_tokens] = torch.from_numpy(known)
+    longest = max(len(row.prompt_ids) for row in rows)
+    prompts = torch.full((len(rows), longest), vocab, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        prompts[index, : len(row.prompt_ids)] = torch.from_numpy(row.prompt_ids)
     penalised: Tensor = apply_all_penalties(
         logits,
         prompts,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
 from neuron_core.kv.slots import NO_BLOCK, NO_SLOT
 from neuron_core.step import StepInput
+from vllm_neuron.runner.feed import NOTHING, Feed
 from vllm_neuron.runner.randomness import uniforms
 from vllm_neuron.runner.requests import Request, RequestTable
 
@@ -51,8 +52,12 @@ def make_batch(
     return Batch(bucket, tuple(requests), tuple(counts), starts, tuple(draws.tolist()))
 
 
-def build(table: RequestTable, batch: Batch, rank: int) -> StepInput:
-    """Tensors of the step; padding tokens have id 0, position 0, slot -1 and row -1, padding rows no blocks."""
+def build(table: RequestTable, batch: Batch, rank: int, feed: Feed = NOTHING) -> StepInput:
+    """Tensors of the step; padding tokens have id 0, position 0, slot -1 and row -1, padding rows no blocks.
+
+    Tokens that ``feed`` will supply have id 0 until it does. Raises ``ValueError`` for a scheduled token that
+    has no id and no source, or no block.
+    """
     bucket, num_requests = batch.bucket, len(batch.requests)
     rows = np.fromiter((request.row for request in batch.requests), np.int64, num_requests)
     counts = np.asarray(batch.num_scheduled)
@@ -65,6 +70,7 @@ def build(table: RequestTable, batch: Batch, rank: int) -> StepInput:
     tables[:num_requests] = table.block_tables[rows, :width]
     blocks = tables[owner, positions // table.block_size].astype(np.int64)
     ids = table.token_ids[rows[owner], positions]
+    ids[feed.places] = 0
     if total and (ids.min() < 0 or blocks.min() <= 0):
         raise ValueError(f"a scheduled token has no id or no block: {[r.request_id for r in batch.requests]}")
     places = (batch.starts[1:] - 1) if bucket.phase is Phase.PREFILL else np.arange(num_requests)

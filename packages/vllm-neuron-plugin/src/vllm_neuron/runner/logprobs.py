@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from vllm_neuron.runner.inputs import Batch
-from vllm_neuron.runner.requests import Request, RequestTable
+from vllm_neuron.runner.requests import Request
 
 Scores = Callable[[Tensor], Tensor]
 """Logits ``[n, V]`` to what is reported of them: log-probabilities, or the logits themselves."""
@@ -53,33 +55,59 @@ def drawn_logprobs(
     return LogprobsLists(ids, values, ranks)
 
 
-def prompt_logprobs(
-    batch: Batch, table: RequestTable, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], scores: Scores
-) -> dict[str, LogprobsTensors | None]:
-    """Add this step's part of every asked-for prompt; return those that this step completes.
+@dataclass(frozen=True, eq=False)
+class PromptPart:
+    """The part of a prompt that a step scores."""
 
-    ``hidden [T, H]`` are the final hidden states of the step's tokens and ``logits_of`` turns ``[n, H]`` into
-    ``[n, V]``. Position ``i`` of a prompt scores its token ``i + 1``, so a prompt of n tokens has n - 1 rows.
+    request: Request
+    begin: int
+    """Place in the prompt of the step's first token."""
+    first: int
+    """Index of that token on the step's token axis."""
+    count: int
+    """How many of the step's tokens score one that follows in the prompt; may be 0."""
+    is_last: bool
+
+    def targets(self) -> Tensor:
+        """The tokens that are scored, ``[count]`` int64: position ``i`` of a prompt scores its token ``i + 1``."""
+        following = self.request.prompt_ids[self.begin + 1 : self.begin + 1 + self.count]
+        return torch.from_numpy(following).long()
+
+
+def prompt_parts(batch: Batch, num_computed: NDArray[np.int64]) -> tuple[PromptPart, ...]:
+    """What a step scores of each asked-for prompt; ``num_computed`` is the table's, by row.
+
+    A request's last part ends its wish: the next step need not score for it.
     """
-    done: dict[str, LogprobsTensors | None] = {}
+    parts = []
     for index, request in enumerate(batch.requests):
         if not request.wants_prompt_logprobs:
             continue
-        row, last = request.row, request.num_prompt_tokens - 1
-        begin = int(table.num_computed[row])
-        count = min(batch.num_scheduled[index], last - begin)
-        if count > 0:
-            first = int(batch.starts[index])
-            found = scores(logits_of(hidden[first : first + count]))
-            _keep(
-                request,
-                begin,
-                found,
-                torch.from_numpy(table.token_ids[row, begin + 1 : begin + 1 + count]).long(),
-            )
-        if batch.draws[index]:
+        begin = int(num_computed[request.row])
+        # A prompt of n tokens has n - 1 that follow another.
+        count = max(0, min(batch.num_scheduled[index], request.num_prompt_tokens - 1 - begin))
+        parts.append(PromptPart(request, begin, int(batch.starts[index]), count, batch.draws[index]))
+        request.wants_prompt_logprobs = not batch.draws[index]
+    return tuple(parts)
+
+
+def score_prompts(
+    parts: Sequence[PromptPart], hidden: Tensor, logits_of: Callable[[Tensor], Tensor], scores: Scores
+) -> dict[str, LogprobsTensors | None]:
+    """Add ``parts`` to what is known of their prompts; return those that they complete, by request id.
+
+    ``hidden [T, H]`` are the final hidden states of the step's tokens and ``logits_of`` turns ``[n, H]`` into
+    ``[n, V]``.
+    """
+    done: dict[str, LogprobsTensors | None] = {}
+    for part in parts:
+        request = part.request
+        if part.count:
+            found = scores(logits_of(hidden[part.first : part.first + part.count]))
+            _keep(request, part.begin, found, part.targets())
+        if part.is_last:
             done[request.request_id] = request.prompt_logprobs or LogprobsTensors.empty_cpu(0, 1)
-            request.prompt_logprobs, request.wants_prompt_logprobs = None, False
+            request.prompt_logprobs = None
     return done
 
 

@@ -1,114 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conductor of one step: update rows, build inputs, run the graph, read the tokens."""
+"""The conductor of one step: update rows, build inputs, submit the graph, hand out the tokens."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
-from torch import Tensor
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
+from neuron_core.devices.stream import Execution, Stream
 from neuron_core.graphs.buckets import BucketPlan
 from neuron_core.metrics import NeuronMetrics
-from neuron_core.step import StepInput
 from vllm_neuron.runner.executor import GraphExecutor
-from vllm_neuron.runner.host_sampling import resample
+from vllm_neuron.runner.feed import make_feed
+from vllm_neuron.runner.host_sampling import host_rows
 from vllm_neuron.runner.inputs import Batch, build, make_batch
-from vllm_neuron.runner.logprobs import drawn_logprobs, prompt_logprobs, scores_of
-from vllm_neuron.runner.requests import RequestTable
+from vllm_neuron.runner.logprobs import prompt_parts, scores_of
+from vllm_neuron.runner.output import StepOutput
+from vllm_neuron.runner.requests import Request, RequestTable
+from vllm_neuron.runner.step import BlockChanges, Step, StepResult
 
 
-@dataclass(frozen=True)
-class _Submitted:
-    """A step whose graph has run and whose tokens have not been handed out."""
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    """A submitted step, and where in the table its tokens will go: one place per request, or None."""
 
-    batch: Batch
-    step: StepInput
-    outputs: dict[str, Tensor]
+    step: Step
+    execution: Execution[StepResult]
+    places: tuple[int | None, ...]
+    follows: bool
+    """Whether it goes on with a request of the step before, so that the time between them is the host's."""
+    overlapped: bool
+    """Whether it was submitted before the tokens of the step before were known."""
 
 
 class NeuronModelRunner:
-    """Runs what the scheduler asks for. It owns no arithmetic: its parts do."""
+    """Runs what the scheduler asks for. It owns no arithmetic: its parts do.
+
+    With ``overlap`` a step's output is handed out before the step has run, and the next step is submitted without
+    the host having read its tokens; see ``docs/async-execution.md``.
+    """
 
     def __init__(
         self,
         executor: GraphExecutor,
         plan: BucketPlan,
         metrics: NeuronMetrics,
+        stream: Stream,
         *,
         engine_seed: int,
         logprobs_mode: str,
         sample_on_device: bool,
+        overlap: bool = False,
     ) -> None:
         self.executor = executor
         self.plan = plan
         self.metrics = metrics
+        self.stream = stream
         self.sample_on_device = sample_on_device
+        self.overlap = overlap
         self.scores = scores_of(logprobs_mode)
         width = plan.context_len // plan.block_size
         self.table = RequestTable(plan.context_len, plan.block_size, width, engine_seed)
-        self._submitted: _Submitted | None = None
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_ended = 0.0
+        self._last_requests: frozenset[Request] = frozenset()
+        self._output: StepOutput | None = None
 
     def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run one step; None means that :meth:`sample_tokens` has its output."""
+        """Submit one step; None means that :meth:`sample_tokens` has its output."""
+        self._collect(most_left=1)
         self.table.update(schedule)
-        self._prepare_blocks(schedule)
+        blocks = BlockChanges.of(schedule)
         if schedule.total_num_scheduled_tokens == 0:
+            if blocks:
+                self.stream.submit(lambda: blocks.apply(self.executor)).result()
             return EMPTY_MODEL_RUNNER_OUTPUT
         requests = [self.table.requests[request_id] for request_id in schedule.num_scheduled_tokens]
         batch = make_batch(self.table, self.plan, requests, list(schedule.num_scheduled_tokens.values()))
-        step = build(self.table, batch, self.executor.rank)
-        outputs = self.executor.run(batch.bucket, self._variant(batch), step.as_values())
-        self._submitted = _Submitted(batch, step, outputs)
+        self._submit(self._make_step(batch, blocks))
         self._count(batch)
         return None
 
-    def sample_tokens(self) -> ModelRunnerOutput:
-        """The output of the step that :meth:`execute_model` ran last."""
-        submitted, self._submitted = self._submitted, None
-        if submitted is None:
+    def sample_tokens(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """The output of the step that :meth:`execute_model` submitted last; with ``overlap`` it is yet to be read."""
+        output, self._output = self._output, None
+        if output is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        batch, outputs = submitted.batch, submitted.outputs
-        tokens = self._tokens(submitted)
-        prompts = {}
-        if any(request.wants_prompt_logprobs for request in batch.requests):
-            prompts = prompt_logprobs(
-                batch, self.table, outputs["hidden_states"], self.executor.logits, self.scores
-            )
-        logprobs = None
-        if "logits" in outputs:
-            logprobs = drawn_logprobs(outputs["logits"], tokens, batch.requests, self.scores)
-        sampled = [
-            [token] if draws else [] for token, draws in zip(tokens.tolist(), batch.draws, strict=False)
+        if self.overlap:
+            return output
+        self._collect(most_left=0)
+        return output.get_output()
+
+    def _make_step(self, batch: Batch, blocks: BlockChanges) -> Step:
+        before = self._in_flight[-1].step if self._in_flight else None
+        earlier = before.batch.requests if before is not None else ()
+        feed = make_feed(self.table, batch, earlier)
+        edited = [
+            row
+            for row, (request, draws) in enumerate(zip(batch.requests, batch.draws, strict=True))
+            if draws and (request.on_host or not self.sample_on_device)
         ]
-        for request, drawn in zip(batch.requests, sampled, strict=True):
-            for token in drawn:
-                self.table.append(request, token)
-        ids = [request.request_id for request in batch.requests]
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-            logprobs=logprobs,
-            prompt_logprobs_dict=prompts,
+        variant = self._variant(batch)
+        rows = host_rows(self.table, batch.requests, edited, earlier)
+        needs_tokens = bool(feed) or any(row.earlier_row is not None for row in rows)
+        return Step(
+            self.executor,
+            batch,
+            variant,
+            build(self.table, batch, self.executor.rank, feed),
+            self.scores,
+            blocks,
+            feed,
+            rows,
+            prompt_parts(batch, self.table.num_computed),
+            before if needs_tokens else None,
         )
 
-    def _prepare_blocks(self, schedule: SchedulerOutput) -> None:
-        if schedule.new_block_ids_to_zero:
-            self.executor.zero_blocks(schedule.new_block_ids_to_zero)
-        if schedule.kv_cache_block_copies:
-            self.executor.copy_blocks(
-                [(c.src_block_id, c.dst_block_id) for c in schedule.kv_cache_block_copies]
-            )
+    def _submit(self, step: Step) -> None:
+        batch, execution = step.batch, self.stream.submit(step.run)
+        places = tuple(
+            self.table.append(request) if draws else None
+            for request, draws in zip(batch.requests, batch.draws, strict=True)
+        )
+        follows = not self._last_requests.isdisjoint(batch.requests)
+        self._last_requests = frozenset(batch.requests)
+        self._in_flight.append(_InFlight(step, execution, places, follows, bool(self._in_flight)))
+        self._output = StepOutput(batch, execution, self.scores)
 
-    def _tokens(self, submitted: _Submitted) -> Tensor:
-        tokens = submitted.outputs["tokens"]
-        requests = submitted.batch.requests
-        rows = [i for i, request in enumerate(requests) if request.on_host or not self.sample_on_device]
-        if not rows:
-            return tokens
-        return resample(submitted.outputs["logits"], tokens, submitted.step, self.table, requests, rows)
+    def _collect(self, most_left: int) -> None:
+        """Put the tokens of steps that have run in their places; wait until at most ``most_left`` have not."""
+        while self._in_flight and (len(self._in_flight) > most_left or self._in_flight[0].execution.done()):
+            self._read(self._in_flight.popleft())
+
+    def _read(self, ran: _InFlight) -> None:
+        result = ran.execution.result()
+        tokens = result.tokens.tolist()
+        for request, place, token in zip(ran.step.batch.requests, ran.places, tokens, strict=False):
+            if place is not None:
+                self.table.fill(request, place, token)
+        if ran.follows:
+            self.metrics.host_gap(max(0.0, ran.execution.started - self._last_ended))
+        self._last_ended = ran.execution.ended
+        if ran.overlapped:
+            self.metrics.async_step(fell_back=result.waited)
 
     def _variant(self, batch: Batch) -> str:
         """``greedy`` where only the likeliest token of each row is asked for: it pays nothing for sampling."""

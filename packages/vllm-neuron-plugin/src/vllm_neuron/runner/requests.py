@@ -18,17 +18,31 @@ from vllm_neuron.runner.randomness import request_seed
 _GREEDY_BELOW = 1e-5  # vLLM's own limit
 
 
-@dataclass
+UNKNOWN = -1
+"""Id of a token that has been drawn and that the host has not read yet."""
+
+
+@dataclass(eq=False)
 class Request:
-    """One request; ``row`` is its place in the :class:`RequestTable` that holds its tokens and blocks."""
+    """One request; ``row`` is its place in the :class:`RequestTable` that holds its tokens and blocks.
+
+    A request that comes back after a preemption is another object: what was in flight for the first is not its.
+    """
 
     request_id: str
     row: int
-    num_prompt_tokens: int
+    prompt_ids: NDArray[np.int32] = field(repr=False)
     sampling: SamplingParams
     num_blocks: int = 0
     prompt_logprobs: LogprobsTensors | None = field(default=None, repr=False)
+    """What has been scored of the prompt; belongs to the stream that runs the steps."""
     wants_prompt_logprobs: bool = False
+    """Whether a part of the prompt has still to be submitted for scoring."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_ids)
 
     @property
     def on_host(self) -> bool:
@@ -100,15 +114,22 @@ class RequestTable:
             self._add(new)
         self._advance(step.scheduled_cached_reqs)
 
-    def append(self, request: Request, token_id: int) -> None:
-        """Add a token the request has just drawn; the last one of a full row has no place and no use."""
-        length = self.num_tokens[request.row]
-        if length < self.max_model_len:
-            self.token_ids[request.row, length] = token_id
-            self.num_tokens[request.row] = length + 1
+    def append(self, request: Request, token_id: int = UNKNOWN) -> int | None:
+        """Add a token the request draws; returns its place, or None if the row is full and the token of no use."""
+        length = int(self.num_tokens[request.row])
+        if length >= self.max_model_len:
+            return None
+        self.token_ids[request.row, length] = token_id
+        self.num_tokens[request.row] = length + 1
+        return length
+
+    def fill(self, request: Request, place: int, token_id: int) -> None:
+        """Replace an ``UNKNOWN`` token; does nothing if the request has ended or started anew meanwhile."""
+        if self.requests.get(request.request_id) is request:
+            self.token_ids[request.row, place] = token_id
 
     def output_ids(self, request: Request) -> list[int]:
-        """Tokens drawn so far, in order."""
+        """Tokens drawn so far, in order; the last may be ``UNKNOWN``."""
         ids: list[int] = self.token_ids[
             request.row, request.num_prompt_tokens : self.num_tokens[request.row]
         ].tolist()
@@ -120,11 +141,11 @@ class RequestTable:
         if not self._free:
             self._make_rows(2 * len(self.token_ids))
         params = new.sampling_params
-        request = Request(new.req_id, self._free.pop(), len(new.prompt_token_ids), params)
+        request = Request(new.req_id, self._free.pop(), np.array(new.prompt_token_ids, np.int32), params)
         request.wants_prompt_logprobs = params.prompt_logprobs is not None
         self.requests[new.req_id] = request
         row = request.row
-        self.token_ids[row, : request.num_prompt_tokens] = new.prompt_token_ids
+        self.token_ids[row, : request.num_prompt_tokens] = request.prompt_ids
         self.num_tokens[row] = request.num_prompt_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.temperature[row] = 0.0 if params.temperature < _GREEDY_BELOW else params.temperature
@@ -140,15 +161,19 @@ class RequestTable:
             self.num_computed[request.row] = cached.num_computed_tokens[index]
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                # A token in flight when vLLM forced the preemption was drawn here and dropped there.
-                self._set_tokens(request, cached.all_token_ids[request_id])
-                self._set_blocks(request, blocks[0] if blocks else [])
+                self._restart(request, cached.all_token_ids[request_id], blocks[0] if blocks else [])
             elif blocks:
                 self._append_blocks(request, blocks[0])
 
-    def _set_tokens(self, request: Request, token_ids: list[int]) -> None:
+    def _restart(self, old: Request, token_ids: list[int], block_ids: Iterable[int]) -> None:
+        """A token in flight when vLLM forced the preemption was drawn here and dropped there."""
+        request = Request(old.request_id, old.row, old.prompt_ids, old.sampling)
+        nothing_was_read = len(token_ids) <= request.num_prompt_tokens
+        request.wants_prompt_logprobs = request.sampling.prompt_logprobs is not None and nothing_was_read
+        self.requests[request.request_id] = request
         self.token_ids[request.row, : len(token_ids)] = token_ids
         self.num_tokens[request.row] = len(token_ids)
+        self._set_blocks(request, block_ids)
 
     def _set_blocks(self, request: Request, block_ids: Iterable[int]) -> None:
         self.block_tables[request.row] = NO_BLOCK

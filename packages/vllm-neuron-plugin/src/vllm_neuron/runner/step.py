@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step as the device's stream runs it: from inputs, some of which the step before draws, to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field as data_field
+
+import torch
+from torch import Tensor
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import LogprobsTensors
+
+from neuron_core.step import StepInput
+from vllm_neuron.runner.executor import GraphExecutor
+from vllm_neuron.runner.feed import Feed
+from vllm_neuron.runner.host_sampling import HostRow, resample
+from vllm_neuron.runner.inputs import Batch
+from vllm_neuron.runner.logprobs import PromptPart, Scores, score_prompts
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step leaves on the device, and whether it had to wait for the host."""
+
+    tokens: Tensor
+    """int32 ``[R]``."""
+    logits: Tensor | None
+    """float32 ``[R, V]`` before any edit, or None if the graph gives none."""
+    prompt_logprobs: dict[str, LogprobsTensors | None]
+    waited: bool
+    """Whether tokens of the step before were read and merged on the host."""
+
+
+@dataclass(frozen=True)
+class BlockChanges:
+    """Blocks to clear and to copy ``(from, to)`` before a step reads them."""
+
+    zeroed: Sequence[int] = ()
+    copied: Sequence[tuple[int, int]] = ()
+
+    @classmethod
+    def of(cls, schedule: SchedulerOutput) -> BlockChanges:
+        """Those that the scheduler asks for."""
+        copies = schedule.kv_cache_block_copies or ()
+        return cls(
+            tuple(schedule.new_block_ids_to_zero or ()),
+            tuple((copy.src_block_id, copy.dst_block_id) for copy in copies),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.zeroed or self.copied)
+
+    def apply(self, executor: GraphExecutor) -> None:
+        """Make them, on the stream, so that no step in flight sees them early."""
+        if self.zeroed:
+            executor.zero_blocks(self.zeroed)
+        if self.copied:
+            executor.copy_blocks(self.copied)
+
+
+@dataclass(eq=False)
+class Step:
+    """A submitted step. It shares nothing with the table, which goes on changing while the step waits its turn."""
+
+    executor: GraphExecutor
+    batch: Batch
+    variant: str
+    inputs: StepInput
+    scores: Scores
+    blocks: BlockChanges = BlockChanges()
+    feed: Feed | None = None
+    host_rows: Sequence[HostRow] = ()
+    prompts: Sequence[PromptPart] = ()
+    earlier: Step | None = None
+    """The step whose tokens ``feed`` and ``host_rows`` read."""
+    tokens: Tensor | None = data_field(default=None, init=False)
+    """int32 ``[R]``, once it has run."""
+
+    @torch.no_grad()
+    def run(self) -> StepResult:
+        """Run the step. Raises what its graph raises, and ``RuntimeError`` if the step before failed."""
+        earlier, self.earlier = self.earlier, None  # or each step would keep all before it
+        drawn = None if earlier is None else earlier.tokens
+        if earlier is not None and drawn is None:
+            raise RuntimeError("the step before this one failed, and this one needs its tokens")
+        self.blocks.apply(self.executor)
+        values, waited = self.inputs.as_values(), False
+        if self.feed and drawn is not None:
+            num_tokens = int(self.batch.starts[-1])
+            values["token_ids"], waited = self.feed.apply(values["token_ids"], num_tokens, drawn)
+        outputs = self.executor.run(self.batch.bucket, self.variant, values)
+        tokens, logits = outputs["tokens"], outputs.get("logits")
+        if self.host_rows and logits is not None:
+            tokens = resample(logits, tokens, self.inputs, self.host_rows, drawn)
+        self.tokens = tokens
+        prompts = {}
+        if self.prompts:
+            prompts = score_prompts(self.prompts, outputs["hidden_states"], self.executor.logits, self.scores)
+        return StepResult(tokens, logits, prompts, waited)
