@@ -3,7 +3,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from neuron_core.ops import reference
 from neuron_core.protocols import StaticModel
 from neuron_core.step import StepInput
 from neuron_models.attention import FP8_MAX, PagedAttention
+from neuron_models.filling import Progress
 
 CANDIDATES = 16
 """Scales tried between the smallest that clamps nothing and twice as much."""
@@ -64,12 +65,18 @@ class KVSamples:
 
 
 @torch.no_grad()
-def record(model: nn.Module, sequences: Iterable[Sequence[int]], *, segment_tokens: int = 256) -> KVSamples:
+def record(
+    model: nn.Module,
+    sequences: Iterable[Sequence[int]],
+    *,
+    segment_tokens: int = 256,
+    progress: Progress | None = None,
+) -> KVSamples:
     """Run ``model``'s prefill programs eagerly over token id ``sequences`` and keep what its caches then hold.
 
     The model is unsharded, filled, and has a cache of its own dtype, so any family of models works. A sequence runs in
-    segments of ``segment_tokens``. Raises `ConfigError` for a model that is sharded or has an FP8 cache, for no tokens
-    at all, and if a key or value is not finite.
+    segments of ``segment_tokens``. ``progress`` is called with the tokens run and those to run. Raises `ConfigError`
+    for a model that is sharded or has an FP8 cache, for no tokens at all, and if a key or value is not finite.
     """
     if not isinstance(model, StaticModel):
         raise ConfigError(
@@ -82,12 +89,15 @@ def record(model: nn.Module, sequences: Iterable[Sequence[int]], *, segment_toke
     block_size = model.kv_layouts[0].block_size
     widths = [math.ceil(len(sequence) / block_size) for sequence in kept]
     caches = {f"kv.{i}": layout.allocate(sum(widths) + 1) for i, layout in enumerate(model.kv_layouts)}
-    first_block = 1  # block 0 is the null block
+    first_block, num_done, num_tokens = 1, 0, sum(map(len, kept))  # block 0 is the null block
     for sequence, width in zip(kept, widths, strict=True):
         table = torch.arange(first_block, first_block + width, dtype=torch.int32)
-        _prefill(model, caches, sequence, segment_tokens, table)
+        for count in _prefill(model, caches, sequence, segment_tokens, table):
+            num_done += count
+            if progress is not None:
+                progress(num_done, num_tokens)
         first_block += width
-    samples = KVSamples(layers, tuple(caches.values()), sum(map(len, kept)))
+    samples = KVSamples(layers, tuple(caches.values()), num_tokens)
     if not bool(samples.peaks().isfinite().all()):
         raise ConfigError(
             "model", type(model).__name__, "has keys or values that are not finite on these texts"
@@ -131,7 +141,8 @@ def _squared_error(heads: Tensor, scale: Tensor, fp8_max: float) -> Tensor:
 
 def _prefill(
     model: StaticModel, caches: dict[str, Tensor], sequence: list[int], segment_tokens: int, table: Tensor
-) -> None:
+) -> Iterator[int]:
+    """Yields the tokens of each segment after it ran."""
     block_size = model.kv_layouts[0].block_size
     bucket = Bucket(Phase.PREFILL, segment_tokens, 1, len(table) * block_size)
     program = model.program(bucket, "greedy")
@@ -146,3 +157,4 @@ def _prefill(
         step.block_tables[0] = table
         step.sample_rows[0] = len(segment) - 1
         program.run_eager(step.as_values() | caches)
+        yield len(segment)

@@ -33,6 +33,8 @@ def expected_peaks(reference, sequences):
     return torch.stack(found).amax(dim=0)
 
 
+@pytest.mark.supports("FP8 scale calibration", model="llama")
+@pytest.mark.supports("FP8 scale calibration", model="qwen3")
 @pytest.mark.parametrize("segment_tokens", [64, 10])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_peaks_are_those_of_what_transformers_caches(driver, tmp_path, family, segment_tokens):
@@ -43,6 +45,15 @@ def test_peaks_are_those_of_what_transformers_caches(driver, tmp_path, family, s
     torch.testing.assert_close(samples.peaks(), expected, atol=1e-5, rtol=1e-5)
     assert samples.num_tokens == 45
     assert samples.layers == tuple(f"model.layers.{i}.self_attn" for i in range(3))
+
+
+def test_progress_counts_the_tokens_of_every_segment(driver, tmp_path):
+    config = driver.llama_config()
+    driver.write_checkpoint(config, tmp_path / "model")
+    seen = []
+    model = filled(config, tmp_path / "model")
+    record(model, [[5, 17, 99, 3, 42], [], [7]], segment_tokens=4, progress=lambda *each: seen.append(each))
+    assert seen == [(4, 6), (5, 6), (6, 6)]
 
 
 @pytest.mark.parametrize("per_head", [False, True])
