@@ -67,10 +67,12 @@ class Harness:
             init_none_hash(hash)
             self._hasher = get_request_block_hasher(BLOCK, lambda value: str(hash(str(value))).encode())
 
-    def add(self, name: str, prompt: int | list[int], max_tokens: int = 4, priority: int = 0) -> Request:
+    def add(
+        self, name: str, prompt: int | list[int], max_tokens: int = 4, priority: int = 0, **params: Any
+    ) -> Request:
         """Queue a request; an integer prompt becomes that many tokens found in no other request's prompt."""
         tokens = prompt if isinstance(prompt, list) else [3 + len(self.requests), *[9] * (prompt - 1)]
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
         request = Request(name, tokens, params, None, priority=priority, block_hasher=self._hasher)
         request.arrival_time = float(len(self.requests))
         self.requests[name] = request

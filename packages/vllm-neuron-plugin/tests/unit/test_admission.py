@@ -60,6 +60,7 @@ def test_a_refused_field_is_named_in_a_client_error(name):
         {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.1},
         {"logit_bias": {5: 2.0}, "allowed_token_ids": [5, 6], "bad_words": ["x"], "min_tokens": 2},
         {"logprobs": 2, "prompt_logprobs": 1, "flat_logprobs": True},
+        {"prompt_logprobs": 1, "skip_reading_prefix_cache": True},
         {"max_tokens": 3, "ignore_eos": True, "skip_special_tokens": False, "detokenize": False},
         {"watermarking": False},
         {"extra_args": {}},
@@ -76,6 +77,15 @@ def test_extra_arguments_nobody_reads_are_refused(name):
     with pytest.raises(VLLMValidationError) as caught:
         current_platform.validate_request({}, SamplingParams(extra_args={name: {"a": 1}}))
     assert caught.value.parameter == f"extra_args.{name}"
+
+
+def test_prompt_logprobs_cannot_be_read_from_the_prefix_cache():
+    with pytest.raises(VLLMValidationError, match="use true or leave it out") as caught:
+        current_platform.validate_request(
+            {}, SamplingParams(prompt_logprobs=1, skip_reading_prefix_cache=False)
+        )
+    assert caught.value.parameter == "skip_reading_prefix_cache"
+    current_platform.validate_request({}, SamplingParams(skip_reading_prefix_cache=False))
 
 
 def test_pooling_requests_are_refused():

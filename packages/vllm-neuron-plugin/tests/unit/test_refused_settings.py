@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from vllm.config.cache import CacheDType
 
 from neuron_core.errors import ConfigError
 from vllm_neuron import checks
@@ -32,15 +34,23 @@ REFUSED = [
     ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb=1.0"),
     ({"offload_backend": "uva"}, "--offload-backend='uva'"),
     ({"cpu_offload_params": {"a"}}, "--cpu-offload-params=['a']"),
+    ({"offload_params": {"a"}}, "--offload-params=['a']: not supported; leave it out"),
+    ({"offload_prefetch_step": 2}, "--offload-prefetch-step=2: weights are not offloaded; leave it out"),
+    ({"offload_num_in_group": 2}, "--offload-num-in-group=2: weights are not offloaded; leave it out"),
+    (
+        {"kv_offloading_backend": "lmcache"},
+        "--kv-offloading-backend='lmcache': the KV cache is not offloaded",
+    ),
+    ({"prefix_match_unit": 8}, "--prefix-match-unit=8: prefix hits are whole blocks; use 16 (--block-size)"),
+    (
+        {"prefix_match_unit": 16, "block_size": 32},
+        "--prefix-match-unit=16: prefix hits are whole blocks; use 32",
+    ),
+    ({"prefix_cache_retention_interval": 64}, "--prefix-cache-retention-interval=64: for sliding-window"),
     ({"safetensors_load_strategy": "eager"}, "--safetensors-load-strategy='eager'"),
     ({"model_loader_extra_config": {"x": 1}}, "--model-loader-extra-config="),
     ({"enable_prompt_embeds": True}, "--enable-prompt-embeds=True: not supported; leave it off"),
     ({"runner": "pooling"}, "--runner='pooling': only text generation is supported"),
-    (
-        {"kv_cache_dtype": "fp8_e5m2"},
-        "--kv-cache-dtype='fp8_e5m2': the cache holds the model's own type (float32) or 8-bit floats; "
-        "use auto or fp8 or fp8_e4m3",
-    ),
     ({"dtype": "float16"}, "--dtype='float16': not supported; use bfloat16 or float32"),
     ({"block_size": 24}, "--block-size=24: must be a multiple of 16; 16 and 32 work"),
     ({"block_size": 8}, "--block-size=8: must be a multiple of 16; 16 and 32 work"),
@@ -56,6 +66,20 @@ REFUSED = [
     ({"compilation_config": {"mode": 3}}, "--compilation-config.mode"),
     ({"compilation_config": {"cudagraph_mode": "FULL"}}, "--compilation-config.cudagraph_mode"),
 ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", get_args(CacheDType))
+def test_every_type_of_the_cache_is_taken_or_refused_with_those_that_work(make_config, name, dtype):
+    works = ["auto", *(["bfloat16"] if dtype == "bfloat16" else []), "fp8", "fp8_e4m3"]
+    if name in works:
+        assert make_config(dtype=dtype, kv_cache_dtype=name).cache_config.cache_dtype == name
+        return
+    with pytest.raises(Exception) as caught:
+        make_config(dtype=dtype, kv_cache_dtype=name)
+    message = str(caught.value)
+    assert f"--kv-cache-dtype='{name}': the cache holds the model's own type ({dtype})" in message
+    assert f"use {' or '.join(works)}" in message
 
 
 @pytest.mark.parametrize(
@@ -142,6 +166,7 @@ def test_chunking_off_with_a_budget_below_the_model_length_names_the_budget(make
         {},
         {"block_size": 16},
         {"block_size": 32},
+        {"prefix_match_unit": 16},
         {"kv_cache_dtype": "auto"},
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "fp8_e4m3"},

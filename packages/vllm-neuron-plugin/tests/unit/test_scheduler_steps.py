@@ -13,6 +13,11 @@ def run(harness, num_steps):
     return [harness.row() for _ in range(num_steps)]
 
 
+def series(harness, name):
+    labels = {"model_name": harness.scheduler.vllm_config.model_config.served_model_name, "rank_id": "0"}
+    return REGISTRY.get_sample_value(f"vllm_neuron:{name}", labels) or 0
+
+
 def test_one_request_prefills_then_decodes(make_scheduler):
     harness = make_scheduler()
     harness.add("a", 20, max_tokens=3)
@@ -123,6 +128,36 @@ def test_same_prompt_three_times_hits_0_2_2_blocks(make_scheduler, depth):
     harness.check_idle()
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("params", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}], ids=str)
+def test_a_request_that_may_not_read_the_cache_computes_everything_and_counts(
+    make_scheduler, params, caching
+):
+    harness = make_scheduler(enable_prefix_caching=caching)
+    prompt = [*range(3, 43)]
+    harness.add("a", prompt, max_tokens=1)
+    harness.finish()
+    before = series(harness, "prefix_cache_skips_total")
+    # Both before and after, a request that may read finds its two blocks.
+    for name, asked in (("b", {}), ("c", params), ("d", {})):
+        harness.add(name, prompt, max_tokens=1, **asked)
+        computed = 40 if asked or not caching else 8
+        assert harness.row() == (PREFILL, {name: computed})
+        harness.finish()
+    assert series(harness, "prefix_cache_skips_total") - before == int(caching)
+
+
+def test_a_preempted_request_counts_its_skip_of_the_cache_once(make_scheduler):
+    # As below: `b` gives its blocks to `a`, and is admitted a second time.
+    harness = make_scheduler(num_blocks=5, enable_prefix_caching=True)
+    before = series(harness, "prefix_cache_skips_total")
+    harness.add("a", 30, max_tokens=8)
+    b = harness.add("b", 30, max_tokens=8, prompt_logprobs=1)
+    harness.finish()
+    assert b.num_preemptions == 1
+    assert series(harness, "prefix_cache_skips_total") == before + 1
+
+
 def test_no_step_admits_beyond_max_num_seqs(make_scheduler):
     harness = make_scheduler(max_num_seqs=3)
     for name in "abcde":
@@ -161,11 +196,6 @@ def test_prompt_that_finds_no_block_waits_while_decodes_run(make_scheduler):
     ]
     harness.finish()
     harness.check_idle()
-
-
-def series(harness, name):
-    labels = {"model_name": harness.scheduler.vllm_config.model_config.served_model_name, "rank_id": "0"}
-    return REGISTRY.get_sample_value(f"vllm_neuron:{name}", labels) or 0
 
 
 def test_preempted_request_comes_back_as_a_prefill_of_prompt_and_output(make_scheduler):

@@ -31,6 +31,7 @@ Values = Mapping[str, Any]
 AXES: dict[str, tuple[Any, ...]] = {
     "caching": (False, True),
     "segment": (SINGLE_SHOT, 64, 512),
+    "contexts": ((), (128, 512)),
     "asynchronous": (False, True),
     "ranks": (1, 2),
 }
@@ -56,7 +57,7 @@ def covering_array() -> list[Values]:
 
 
 def named(values: Values) -> str:
-    return "-".join(f"{name}={value}" for name, value in values.items())
+    return "-".join(f"{name}={value}".replace(" ", "") for name, value in values.items())
 
 
 CHOSEN = covering_array()
@@ -65,6 +66,10 @@ OTHERS = [values for values in whole_product() if values not in CHOSEN]
 
 def engine_settings(values: Values) -> dict[str, Any]:
     segment = values["segment"]
+    buckets = {
+        "prefill_buckets": [segment],
+        "decode_context_length_buckets": list(values["contexts"]),
+    }
     return {
         "dtype": "float32",
         "max_model_len": LENGTH,
@@ -75,7 +80,7 @@ def engine_settings(values: Values) -> dict[str, Any]:
         "enable_chunked_prefill": segment != SINGLE_SHOT,
         "async_scheduling": values["asynchronous"],
         "tensor_parallel_size": values["ranks"],
-        "additional_config": {"neuron_config": INTERPRETED | {"prefill_buckets": [segment]}},
+        "additional_config": {"neuron_config": INTERPRETED | buckets},
     }
 
 
@@ -130,6 +135,20 @@ def steps(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+def decode_steps(worker: Any) -> dict[str, float]:
+    """Decode steps of this worker's process since its start, by bucket."""
+    from prometheus_client import REGISTRY
+
+    series = (metric for metric in REGISTRY.collect() if metric.name == "vllm_neuron:graph_executions")
+    found = {
+        sample.labels["bucket_name"]: sample.value
+        for metric in series
+        for sample in metric.samples
+        if sample.name.endswith("_total") and sample.labels["bucket_name"].startswith("decode")
+    }
+    return {name: count for name, count in found.items() if count}
+
+
 def check(values: Values, engine: Any, steps: list[int], expected: list[list[int]]) -> None:
     before = engine.graph_counts()
     outputs = engine.run(PROMPTS, PARAMS, arrive=2)
@@ -140,7 +159,20 @@ def check(values: Values, engine: Any, steps: list[int], expected: list[list[int
     most = [longest_hit(prompt, PROMPTS[:index]) for index, prompt in enumerate(PROMPTS)]
     assert all(hit <= limit for hit, limit in zip(hits, most, strict=True))
     assert sum(hits) > sum(most) // 2 if values["caching"] else not any(hits)
+    check_contexts(values, engine, expected)
     assert len(before) == values["ranks"] and engine.graph_counts() == before
+
+
+def check_contexts(values: Values, engine: Any, expected: list[list[int]]) -> None:
+    """Alone, the shortest and the longest prompt decode in the shortest and the longest context there is."""
+    ends = [f"_c{context}" for context in (*values["contexts"], LENGTH)] if values["contexts"] else [""]
+    by_length = sorted(range(len(PROMPTS)), key=lambda index: len(PROMPTS[index]))
+    for index, end in ((by_length[0], ends[0]), (by_length[-1], ends[-1])):
+        earlier = engine.core.model_executor.collective_rpc(decode_steps)
+        assert engine.tokens([PROMPTS[index]], PARAMS) == [expected[index]]
+        now = engine.core.model_executor.collective_rpc(decode_steps)
+        for old, new in zip(earlier, now, strict=True):
+            assert {name for name in new if new[name] > old.get(name, 0)} == {f"decode_b8{end}"}
 
 
 def test_every_pair_of_values_meets():

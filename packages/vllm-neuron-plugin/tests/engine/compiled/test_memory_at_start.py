@@ -51,6 +51,7 @@ def failure(engine_environment: pytest.MonkeyPatch) -> Callable[..., str]:
     return fail
 
 
+@pytest.mark.supports("memory estimate before weights", model="llama")
 def test_weights_are_read_only_when_the_estimate_fits(unreadable, failure):
     assert UNREADABLE in failure(unreadable)
 
@@ -132,6 +133,8 @@ def test_a_start_logs_estimate_budget_and_speed(tiny_llama, engine_environment, 
         "parameters read in",
     ):
         assert part in text
+    terms = [line.split()[2:] for line in text.splitlines() if "activation headroom" in line]
+    assert len(terms) == 2 and terms[0] == terms[1] != ["0", "B"]
     (blocks,) = [line.split()[-1] for line in text.splitlines() if "blocks, the null block" in line]
     cache = worker.runner.executor.kv_tensors
     assert int(blocks) == 40 == len(cache[0])
