@@ -26,6 +26,7 @@ import bench
 import dev
 from devtools.places import ROOT
 from neuron_core.cli.main import neuron
+from vllm_neuron.cli.main import vllm_neuron
 
 LANGUAGES = ("python", "bash", "json", "text", "toml", "yaml")
 MARKS = ("model", "server")
@@ -162,8 +163,16 @@ def _accept(words: list[str]) -> None:
 
 
 def _check_neuron(words: list[str]) -> None:
-    command: click.Command = neuron
-    context = click.Context(neuron, info_name="neuron")
+    _check_click(neuron, words)
+
+
+def _check_vllm_neuron(words: list[str]) -> None:
+    _check_click(vllm_neuron, words)
+
+
+def _check_click(group: click.Group, words: list[str]) -> None:
+    command: click.Command = group
+    context = click.Context(group, info_name=group.name)
     try:
         while isinstance(command, click.Group) and words and not words[0].startswith("-"):
             name, found, words = command.resolve_command(context, words)
@@ -184,6 +193,7 @@ _CHECKERS: dict[str, Callable[[list[str]], None]] = {
     "pip": _check_pip,
     "vllm": _check_vllm,
     "neuron": _check_neuron,
+    "vllm-neuron": _check_vllm_neuron,
     "git": _accept,
     "cd": _accept,
     "source": _accept,

@@ -14,6 +14,7 @@ import pytest
 WORKER = Path(__file__).with_name("fp8_perplexity_worker.py")
 
 
+@pytest.mark.supports("FP8 KV cache", model="llama")
 @pytest.mark.parametrize("num_tokens", [1024, pytest.param(4096, marks=pytest.mark.nightly)])
 def test_perplexity_rises_by_less_than_one_and_a_half_percent(tmp_path, num_tokens):
     command = [sys.executable, str(WORKER), str(tmp_path), str(num_tokens)]

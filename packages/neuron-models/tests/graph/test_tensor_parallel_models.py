@@ -45,6 +45,8 @@ def ranks(request, folders, tmp_path_factory):
     return [torch.load(workdir / f"outputs{rank}.pt") for rank in range(request.param)]
 
 
+@pytest.mark.supports("tensor parallelism", model="llama")
+@pytest.mark.supports("tensor parallelism", model="qwen3")
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_gives_what_one_rank_gives(single, ranks, case):
     for outputs in ranks:

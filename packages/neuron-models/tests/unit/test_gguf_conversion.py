@@ -88,6 +88,7 @@ def reference(driver, tmp_path):
     return driver.write_checkpoint(driver.llama_config(**sizes), tmp_path / "reference")
 
 
+@pytest.mark.supports("GGUF conversion", model="llama")
 def test_the_folder_equals_what_transformers_reads_from_the_file(reference, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

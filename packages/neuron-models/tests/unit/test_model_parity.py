@@ -48,6 +48,9 @@ def pair(request, driver, tmp_path):
     return reference, driver.PagedRunner.load(tmp_path)
 
 
+@pytest.mark.supports("greedy tokens equal to transformers", model="llama")
+@pytest.mark.supports("greedy tokens equal to transformers", model="qwen3")
+@pytest.mark.supports("RoPE scaling", model="llama")
 def test_prefill_then_decode_equals_transformers(pair):
     reference, runner = pair
     out = runner.prefill(PROMPTS)
@@ -66,6 +69,8 @@ def test_prefill_then_decode_equals_transformers(pair):
             torch.testing.assert_close(out["logits"][row], expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.supports("chunked prefill", model="llama")
+@pytest.mark.supports("chunked prefill", model="qwen3")
 def test_chunked_prefill_equals_whole_prefill(pair):
     reference, runner = pair
     runner.prefill([PROMPTS[0], PROMPTS[2][:4]])

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic import ValidationError
 
 from neuron_core.devices.chips import chip_for_target
 from neuron_core.devices.host import ALLOWED_CPUS
 from neuron_core.environ import Environment, export
 from neuron_core.errors import ConfigError
+from vllm_neuron.cli.arguments import engine_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,25 +122,6 @@ def compile_from_environment(vllm_config: VllmConfig) -> int:
     )
     print_report(report)
     return 0 if report.is_complete else 1
-
-
-def engine_config(model: str, arguments: list[str]) -> VllmConfig:
-    """vLLM's configuration of a server with these options; raises ``click.UsageError`` for an unknown one."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="neuron compile", add_help=False))
-    try:
-        parsed = parser.parse_args([*arguments, "--model", model, "--skip-tokenizer-init"])
-    except SystemExit as error:
-        raise click.UsageError("the options above are not ones that vllm serve takes") from error
-    # Default batch sizes depend on who asks: these are a server's.
-    try:
-        return EngineArgs.from_cli_args(parsed).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    except ValidationError as error:
-        reasons = (item["msg"].removeprefix("Value error, ") for item in error.errors())
-        raise click.ClickException("; ".join(reasons)) from error
 
 
 def _compile(

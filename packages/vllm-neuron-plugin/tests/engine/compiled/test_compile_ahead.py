@@ -89,6 +89,7 @@ def test_every_bucket_is_reported(compiled):
     assert {bucket["status"] for bucket in report["buckets"]} == {"compiled"}
 
 
+@pytest.mark.supports("ahead-of-time compilation", model="llama")
 def test_n1_a_server_on_a_copy_of_the_store_compiles_and_captures_nothing(compiled, tiny_llama, tmp_path):
     store, report = compiled
     copy = shutil.copytree(store, tmp_path / "volume")

@@ -54,6 +54,7 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 
+@pytest.mark.supports("decode context buckets", model="llama")
 def test_tokens_are_those_of_transformers_on_both_sides_of_the_border(
     engine, prompts, tiny_llama, continuations, labels
 ):

@@ -19,6 +19,8 @@ def settings(smollm2_settings: dict[str, Any]) -> dict[str, Any]:
     return smollm2_settings | {"dtype": "float32"}
 
 
+@pytest.mark.supports("greedy tokens equal to transformers", model="llama")
+@pytest.mark.supports("continuous batching", model="llama")
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_all_together_with_staggered_arrivals(engines, smollm2, settings, golden_prompts, golden, block_size):
     engine = engines(smollm2, **settings, block_size=block_size)
@@ -26,6 +28,7 @@ def test_all_together_with_staggered_arrivals(engines, smollm2, settings, golden
     assert engine.preemptions == 0
 
 
+@pytest.mark.supports("asynchronous scheduling", model="llama")
 def test_asynchronous_scheduling(engines, smollm2, settings, golden_prompts, golden):
     engine = engines(smollm2, **settings, block_size=16, async_scheduling=True)
     assert engine.tokens(golden_prompts[::4], PARAMS, arrive=3) == golden[::4]
@@ -44,6 +47,7 @@ def test_every_prompt_alone(engines, smollm2, settings, golden_prompts, golden, 
     assert [engine.tokens([prompt], PARAMS)[0] for prompt in golden_prompts] == golden
 
 
+@pytest.mark.supports("preemption", model="llama")
 @pytest.mark.parametrize("block_size", [16, pytest.param(32, marks=pytest.mark.nightly)])
 def test_a_pool_so_small_that_requests_are_preempted(
     engines, smollm2, settings, golden_prompts, golden, block_size

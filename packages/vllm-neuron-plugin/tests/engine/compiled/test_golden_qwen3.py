@@ -55,6 +55,8 @@ def settings(tiny_settings: dict[str, Any]) -> dict[str, Any]:
     return tiny_settings | {"skip_tokenizer_init": True}
 
 
+@pytest.mark.supports("greedy tokens equal to transformers", model="qwen3")
+@pytest.mark.supports("continuous batching", model="qwen3")
 def test_together_with_staggered_arrivals(engines, tiny_qwen3, settings, prompts, expected):
     assert engines(tiny_qwen3, **settings).tokens(prompts, PARAMS, arrive=2) == expected
 
@@ -64,6 +66,8 @@ def test_alone(engines, tiny_qwen3, settings, prompts, expected):
     assert [engine.tokens([prompt], PARAMS)[0] for prompt in prompts] == expected
 
 
+@pytest.mark.supports("preemption", model="qwen3")
+@pytest.mark.supports("asynchronous scheduling", model="qwen3")
 @pytest.mark.parametrize("scheduling", [{}, {"async_scheduling": True}], ids=["sync", "async"])
 def test_preempted(engines, tiny_qwen3, settings, prompts, expected, scheduling):
     engine = engines(tiny_qwen3, **settings | {"num_gpu_blocks_override": 20} | scheduling)

@@ -37,6 +37,7 @@ def next_log_probs(tiny_llama: Path) -> Any:
     return score
 
 
+@pytest.mark.supports("penalties and logit edits", model="llama")
 def test_t1_allowed_tokens_hold_at_temperature_zero(tiny_both, make_prompts, next_log_probs):
     (prompt,) = make_prompts(1, 20, seed=1)
     assert tiny_both.tokens([prompt], greedy(3, allowed_token_ids=[77])) == [[77, 77, 77]]
@@ -45,6 +46,7 @@ def test_t1_allowed_tokens_hold_at_temperature_zero(tiny_both, make_prompts, nex
     assert drawn == [best]
 
 
+@pytest.mark.supports("penalties and logit edits", model="llama")
 def test_t1_banned_word_is_absent_at_temperature_zero(tiny_both, make_prompts, next_log_probs):
     tokenizer = tiny_both.llm.get_tokenizer()
     for prompt in make_prompts(50, 20, seed=2):
@@ -59,6 +61,7 @@ def test_t1_banned_word_is_absent_at_temperature_zero(tiny_both, make_prompts, n
     assert ranked[0] not in tiny_both.tokens([prompt], greedy(8, bad_words=[word]))[0]
 
 
+@pytest.mark.supports("logprobs", model="llama")
 def test_t2_logprobs_reach_the_request_that_asked_and_no_other(tiny_both, make_prompts, next_log_probs):
     prompts = make_prompts(2, 30, seed=3)
     asked, other = tiny_both.run(prompts, [greedy(5, logprobs=2), greedy(5)])
@@ -74,6 +77,7 @@ def test_t2_logprobs_reach_the_request_that_asked_and_no_other(tiny_both, make_p
             assert entry.rank == best.indices.tolist().index(token) + 1
 
 
+@pytest.mark.supports("prompt logprobs", model="llama")
 def test_t2_prompt_logprobs_of_a_prompt_in_chunks(chunked, make_prompts, next_log_probs):
     prompt = make_prompts(1, 1, seed=4)[0] * 40 + make_prompts(1, 60, seed=4)[0]
     (output,) = chunked.run([prompt], greedy(1, prompt_logprobs=3))
@@ -93,11 +97,13 @@ def test_t3_a_budget_below_the_length_without_chunking_is_refused(tiny_llama, en
         LLM(str(tiny_llama), **limits, enable_chunked_prefill=False)
 
 
+@pytest.mark.supports("chunked prefill", model="llama")
 def test_t3_a_prompt_above_the_budget_is_computed_in_chunks(chunked, tiny_llama, continuations):
     prompts = [[5 + i % 200 for i in range(length)] for length in (31, 32, 33, 64, 65, 240)]
     assert chunked.tokens(prompts, greedy(8)) == continuations(tiny_llama, prompts, 8)
 
 
+@pytest.mark.supports("abort", model="llama")
 def test_t6_abort_inside_a_prompt_frees_its_blocks(chunked, tiny_llama, make_prompts, continuations):
     free = chunked.free_blocks
     victim = chunked.add([5 + i % 200 for i in range(200)], greedy(4))
@@ -149,6 +155,7 @@ def test_t9_a_prefix_hit_that_only_just_fits(tiny_both, tiny_llama, continuation
     assert outputs[0].outputs[0].finish_reason == "length"
 
 
+@pytest.mark.supports("continuous batching", model="llama")
 def test_t10_33_concurrent_requests_get_33_right_answers(tiny_both, tiny_llama, make_prompts, continuations):
     prompts = make_prompts(33, 12, seed=10)
     ids = [tiny_both.add(prompt, greedy(16)) for prompt in prompts]
@@ -160,6 +167,7 @@ def test_t10_33_concurrent_requests_get_33_right_answers(tiny_both, tiny_llama, 
     assert [list(finished[n].outputs[0].token_ids) for n in ids] == continuations(tiny_llama, prompts, 16)
 
 
+@pytest.mark.supports("temperature, top-k, top-p, min-p", model="llama")
 def test_t13_top_k_above_the_vocabulary_beside_a_greedy_row(
     tiny_both, tiny_llama, make_prompts, continuations
 ):
@@ -205,6 +213,7 @@ def test_x1_the_same_prompt_three_times(tiny_both, tiny_llama, continuations):
     assert [output.num_cached_tokens // 16 for output in outputs] == [0, 2, 2]
 
 
+@pytest.mark.supports("several samples of one request", model="llama")
 def test_n_samples_of_one_request_are_its_own_and_repeatable(tiny_both, make_prompts):
     (prompt,) = make_prompts(1, 40, seed=15)
     params = SamplingParams(n=4, temperature=1.0, seed=9, max_tokens=10, ignore_eos=True)

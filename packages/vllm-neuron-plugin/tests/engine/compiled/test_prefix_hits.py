@@ -67,6 +67,7 @@ def text(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 256, length).tolist()
 
 
+@pytest.mark.supports("prefix caching", model="llama")
 def test_448_shared_tokens_are_28_blocks(engine, long_llama, continuations, monkeypatch):
     first = text(500, 1)
     second = first[:448] + text(52, 2)
@@ -100,6 +101,7 @@ def test_a_repeated_prompt_computes_its_last_token_at_least(engine, monkeypatch,
     assert warm.tokens == cold.tokens
 
 
+@pytest.mark.supports("prefix caching", model="llama")
 def test_generated_tokens_are_found_too(engine, long_llama, continuations, monkeypatch):
     prompt = text(30, 400)
     (answer,) = continuations(long_llama, [prompt], 24)

@@ -62,6 +62,7 @@ class Race:
         return list(self.tokens)
 
 
+@pytest.mark.supports("priority scheduling", model="llama")
 @pytest.mark.parametrize(
     ("policy", "order"), [("priority", ["urgent", "usual", "idle"]), ("fcfs", ["idle", "usual", "urgent"])]
 )
@@ -85,6 +86,7 @@ def test_waiting_requests_start_by_priority(
         assert race.tokens[name] == tokens[:count], name
 
 
+@pytest.mark.supports("priority scheduling", model="llama")
 def test_the_urgent_displace_a_running_request_which_ends_with_its_own_text(
     make_engine, tiny_llama, make_prompts, continuations
 ):

@@ -130,6 +130,7 @@ def test_a_start_after_kill_9_during_compile_works(server):
     assert server.metric("vllm_neuron:graphs_compiled_total") > 0
 
 
+@pytest.mark.supports("chat completions", model="llama")
 def test_chat_knows_the_capital(server):
     reply = server.client.chat.completions.create(
         model=server.name, messages=FRANCE, temperature=0, max_tokens=24
@@ -138,6 +139,7 @@ def test_chat_knows_the_capital(server):
     assert reply.usage.completion_tokens <= 24 and reply.usage.prompt_tokens > 5
 
 
+@pytest.mark.supports("streaming", model="llama")
 def test_streamed_pieces_are_the_whole(server):
     settings = {"model": server.name, "messages": FRANCE, "temperature": 0, "max_tokens": 24}
     whole = server.client.chat.completions.create(**settings).choices[0].message.content
@@ -154,6 +156,7 @@ def test_n_completions_with_a_seed_are_repeatable(server):
     assert once == again and len(set(once)) == 3
 
 
+@pytest.mark.supports("stop strings", model="llama")
 def test_a_stop_string_ends_the_text_before_it(server):
     settings = {"model": server.name, "prompt": "Count: one, two, three,", "temperature": 0, "max_tokens": 40}
     whole = server.client.completions.create(**settings).choices[0].text
@@ -191,6 +194,7 @@ def test_a_parameter_that_is_not_supported_is_http_400_by_name(server, name, bod
         )
 
 
+@pytest.mark.supports("abort", model="llama")
 def test_a_stream_closed_midway_gives_its_blocks_back(server):
     settings = {
         "model": server.name,
@@ -210,6 +214,7 @@ def test_a_stream_closed_midway_gives_its_blocks_back(server):
     assert server.metric("vllm:request_success_total") > 0
 
 
+@pytest.mark.supports("metrics", model="llama")
 def test_metrics_of_the_plugin_are_on_the_servers_page(server):
     server.client.completions.create(model=server.name, prompt="Hello", max_tokens=2, temperature=0)
     compiled = server.metric("vllm_neuron:graphs_compiled_total")

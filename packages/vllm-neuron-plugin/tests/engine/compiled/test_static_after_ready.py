@@ -48,6 +48,7 @@ def random_params(rng: np.random.Generator, room: int) -> SamplingParams:
     )
 
 
+@pytest.mark.supports("nothing compiled after ready", model="llama")
 def test_200_mixed_requests_compile_nothing_and_give_every_block_back(tiny_both, no_new_process):
     engine, rng = tiny_both, np.random.default_rng(11)
     graphs = engine.graph_counts()
@@ -93,6 +94,7 @@ def test_a_shape_outside_the_plan_is_an_error_and_not_a_compile(tiny):
     assert tiny.graph_counts() == graphs
 
 
+@pytest.mark.supports("seeds", model="llama")
 def test_the_same_seed_gives_the_same_text_in_any_batch(tiny_both, make_prompts):
     engine = tiny_both
     prompts = make_prompts(12, 80, seed=5)

@@ -52,6 +52,7 @@ def test_n2_warm_up_compiles_and_the_first_requests_do_not(engine, tiny_llama, m
     assert engine.graph_counts() == before
 
 
+@pytest.mark.supports("tensor parallelism", model="llama")
 def test_tokens_of_two_ranks_are_those_of_one(engine, tiny_llama, make_prompts, continuations):
     prompts = make_prompts(16, 100, seed=2)
     assert engine.tokens(prompts, PARAMS, arrive=2) == continuations(tiny_llama, prompts, 24)
