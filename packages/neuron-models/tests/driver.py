@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 from neuron_core.graphs.buckets import Bucket, Phase
 from neuron_core.step import StepInput
+from neuron_core.token_mask import ALLOWED_TOKENS, allow_everything
 from neuron_models import build_model, load_weights
 from neuron_models.gguf import convert
 from neuron_parallel import ParallelGroups
@@ -116,7 +117,8 @@ class PagedRunner:
             used = -(-self.lengths[row] // self.block_size)
             step.block_tables[row, :used] = self.tables[row, :used]
             step.sample_rows[row] = at - 1
-        return self.execute(bucket, variant, step.as_values() | self.kv)
+        mask = {ALLOWED_TOKENS: allow_everything(bucket.num_seqs, self.model.vocab_size)}
+        return self.execute(bucket, variant, step.as_values() | mask | self.kv)
 
     def execute(self, bucket, variant, values):
         """Run one program; a test may replace this with compiled graphs."""

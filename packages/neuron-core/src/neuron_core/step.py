@@ -53,6 +53,11 @@ class StepInput:
         """The input names in order."""
         return tuple(field.name for field in fields(cls))
 
+    @property
+    def num_seqs(self) -> int:
+        """R."""
+        return len(self.block_tables)
+
     def as_values(self) -> dict[str, torch.Tensor]:
         """The inputs by name, in order; the tensors are not copied."""
         return {name: getattr(self, name) for name in self.names()}

@@ -269,6 +269,60 @@ def test_top_k_beyond_the_vocabulary_keeps_every_token() -> None:
     assert drawn == set(range(10))
 
 
+@given(
+    vocab=st.integers(2, 150),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.integers(0, 8),
+    top_p=st.sampled_from([0.4, 1.0]),
+    seed=st.integers(0, 10_000),
+    data=st.data(),
+)
+@settings(max_examples=120, deadline=None)
+def test_a_mask_is_the_same_as_logits_of_minus_infinity(
+    vocab: int, temperature: float, top_k: int, top_p: float, seed: int, data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab, generator=generator) * 3
+    kept = torch.rand(3, vocab, generator=generator) < data.draw(st.sampled_from([0.1, 0.5, 1.0]))
+    kept[:, int(torch.randint(vocab, (1,), generator=generator))] = True
+    kept[1] = True  # a row without a grammar
+    allowed = torch.zeros(3, -(-vocab // 32), dtype=torch.int64)
+    for row, token in kept.nonzero().tolist():
+        allowed[row, token // 32] |= 1 << token % 32
+    if data.draw(st.booleans()):
+        allowed[1] = 0xFFFFFFFF  # as it is written where nothing is banned: bits past the vocabulary too
+    words = torch.where(allowed >= 1 << 31, allowed - (1 << 32), allowed).to(torch.int32)
+    rest = (
+        torch.full((3,), temperature),
+        torch.full((3,), top_k, dtype=torch.int32),
+        torch.full((3,), top_p),
+        torch.zeros(3),
+        torch.rand(3, generator=generator),
+    )
+    edited = logits.masked_fill(~kept, float("-inf"))
+    expected = ops.sample(edited, *rest)
+    before = logits.clone()
+    tokens = ops.sample(logits, *rest, words)
+    assert torch.equal(tokens, expected) and kept[torch.arange(3), tokens.long()].all()
+    assert torch.equal(logits, before)
+    assert torch.equal(reference.mask_logits(logits, words), edited)
+    assert torch.equal(reference.sample(logits, *rest, words), reference.sample(edited, *rest))
+
+
+def test_a_mask_of_another_vocabulary_is_refused() -> None:
+    one = torch.ones(1)
+    with pytest.raises(RuntimeError, match="allowed"):
+        ops.sample(
+            torch.zeros(1, 64),
+            one,
+            one.int(),
+            one,
+            one * 0,
+            one * 0.5,
+            torch.full((1, 3), -1, dtype=torch.int32),
+        )
+
+
 def test_kernels_work_in_a_forked_child(kernels: Path) -> None:
     import os
     import subprocess

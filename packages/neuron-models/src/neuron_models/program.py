@@ -9,12 +9,13 @@ from neuron_core import ops
 from neuron_core.errors import ConfigError
 from neuron_core.graphs.buckets import Bucket, Phase
 from neuron_core.graphs.program import Part, Program
+from neuron_core.token_mask import ALLOWED_TOKENS
 from neuron_models.layers import RMSNorm
 from neuron_models.rope import RotaryTable
 from neuron_parallel import ParallelLMHead, VocabParallelEmbedding, all_gather
 
 CONTEXT = ("cos", "sin", "positions", "slots", "request_rows", "block_tables")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform", ALLOWED_TOKENS)
 
 
 class EmbeddingPart(nn.Module):

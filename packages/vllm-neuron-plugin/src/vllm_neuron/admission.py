@@ -32,6 +32,7 @@ HONOURED: dict[str, Place] = {
     "top_p": Place.GRAPH,
     "min_p": Place.GRAPH,
     "seed": Place.GRAPH,
+    "structured_outputs": Place.GRAPH,
     "presence_penalty": Place.HOST,
     "frequency_penalty": Place.HOST,
     "repetition_penalty": Place.HOST,
@@ -78,9 +79,6 @@ def _given(value: object) -> bool:
 
 
 REFUSED: dict[str, Refused] = {
-    "structured_outputs": Refused(
-        _given, "structured outputs (response_format, guided decoding) are not supported"
-    ),
     "thinking_token_budget": Refused(_given, "a thinking budget is not supported"),
     "watermarking": Refused(bool, "watermarking is not supported; leave it out or use false"),
     "logprob_token_ids": Refused(

@@ -207,7 +207,7 @@ class NeuronWorker(WorkerBase):
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """The output of the step submitted last; with asynchronous scheduling a promise of it."""
-        return self.runner.sample_tokens()
+        return self.runner.sample_tokens(grammar_output)
 
     def synchronize_device(self) -> None:
         """Wait for the device and for everything submitted to it."""

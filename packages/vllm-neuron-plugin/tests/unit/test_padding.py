@@ -81,7 +81,7 @@ def run(graph_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     @torch.no_grad()
     def run_step(bucket: Bucket, variant: str, step: StepInput, kv: list[Tensor]) -> dict[str, Tensor]:
         caches = {f"kv.{index}": tensor for index, tensor in enumerate(kv)}
-        return compiled[bucket, variant]({**step.as_values(), **caches})
+        return compiled[bucket, variant]({**programs.padding(bucket), **step.as_values(), **caches})
 
     return run_step
 

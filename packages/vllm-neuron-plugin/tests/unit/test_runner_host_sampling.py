@@ -18,6 +18,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from neuron_core.token_mask import allow_everything
 from vllm_neuron.runner.host_sampling import _edit, host_rows, resample
 from vllm_neuron.runner.requests import RequestTable
 
@@ -139,7 +140,7 @@ def test_only_the_rows_asked_for_change_and_the_logits_stay():
     logits = torch.randn(4, VOCAB)
     before, tokens = logits.clone(), torch.tensor([9, 9, 9, 9], dtype=torch.int32)
     rows = host_rows(table, list(table.requests.values()), [0, 2], earlier=())
-    drawn = resample(logits, tokens, make_step(4), rows)
+    drawn = resample(logits, tokens, make_step(4), allow_everything(4, VOCAB), rows)
     assert drawn.tolist() == [4, 9, 4, 9] and drawn.dtype == torch.int32
     assert torch.equal(logits, before) and tokens.tolist() == [9, 9, 9, 9]
 

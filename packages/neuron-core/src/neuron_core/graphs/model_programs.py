@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
 from neuron_core.graphs.build import Specs
 from neuron_core.graphs.program import Program, TensorSpec
 from neuron_core.kv.layout import KVLayout
 from neuron_core.protocols import StaticModel
 from neuron_core.step import StepInput
+from neuron_core.token_mask import ALLOWED_TOKENS, allow_everything, mask_shape
 
 __all__ = ["HIDDEN_STATES", "ModelPrograms", "variants"]
 
@@ -43,7 +46,17 @@ class ModelPrograms:
         if bucket.phase is Phase.LOGITS:
             return {HIDDEN_STATES: ((bucket.num_tokens, self.model.hidden_size), self.model.dtype)}
         kv = {f"kv.{index}": self._kv(layout) for index, layout in enumerate(self.model.kv_layouts)}
-        return {**StepInput.specs(bucket, self.plan.block_size), **kv}
+        mask = {ALLOWED_TOKENS: (mask_shape(bucket.num_seqs, self.model.vocab_size), torch.int32)}
+        return {**StepInput.specs(bucket, self.plan.block_size), **mask, **kv}
+
+    def padding(self, bucket: Bucket, rank: int = 0) -> dict[str, torch.Tensor]:
+        """Every input but the cache, for a step without a token."""
+        if bucket.phase is Phase.LOGITS:
+            return {
+                HIDDEN_STATES: torch.zeros(bucket.num_tokens, self.model.hidden_size, dtype=self.model.dtype)
+            }
+        step = StepInput.padding(bucket, self.plan.block_size, rank).as_values()
+        return {**step, ALLOWED_TOKENS: allow_everything(bucket.num_seqs, self.model.vocab_size)}
 
     def _kv(self, layout: KVLayout) -> TensorSpec:
         return TensorSpec.contiguous(layout.shape(self.num_blocks), layout.dtype)

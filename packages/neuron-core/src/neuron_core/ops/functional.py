@@ -105,8 +105,17 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    allowed: Tensor | None = None,
 ) -> Tensor:
-    """One token per row of ``logits [R, V]`` float32 -> int32 ``[R]``; see :func:`neuron_core.ops.reference.sample`."""
-    tokens: Tensor = torch.ops.neuron.sample(logits, temperature, top_k, top_p, min_p, uniform)
+    """One token per row of ``logits [R, V]`` float32 -> int32 ``[R]``; see :func:`neuron_core.ops.reference.sample`.
+
+    ``allowed`` int32 ``[R, ceil(V / 32)]`` is one bit per token; see :func:`neuron_core.ops.reference.mask_logits`.
+    """
+    tokens: Tensor = torch.ops.neuron.sample(logits, temperature, top_k, top_p, min_p, uniform, allowed)
     return tokens

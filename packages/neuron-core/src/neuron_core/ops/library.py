@@ -102,7 +102,8 @@ _define(
 )
 _define("greedy(Tensor logits) -> Tensor", reference.greedy, _one_per_row)
 _define(
-    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
+    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform,"
+    " Tensor? allowed=None) -> Tensor",
     reference.sample,
     _one_per_row,
 )

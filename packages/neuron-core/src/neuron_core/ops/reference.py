@@ -168,14 +168,33 @@ def kept_probabilities(
     return probs / probs.sum(-1, keepdim=True)
 
 
+def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:
+    """``logits [R, V]`` with minus infinity where a bit of ``allowed`` is 0.
+
+    ``allowed`` is int32 ``[R, ceil(V / 32)]``: bit ``i % 32`` of word ``i // 32`` says whether token ``i`` may be
+    drawn, the lowest bit first, as grammar libraries lay it out.
+    """
+    places = torch.arange(32, dtype=torch.int32, device=allowed.device)
+    bits = (allowed.unsqueeze(2) >> places) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
+
+
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Draw one token per row of ``logits [R, V]`` by inverting the distribution function at ``uniform [R]``.
 
     The mass is that of :func:`kept_probabilities`, summed in token order; a row with ``temperature`` 0 takes
-    :func:`greedy`. Returns int32 ``[R]``.
+    :func:`greedy`. With ``allowed``, both are of :func:`mask_logits`. Returns int32 ``[R]``.
     """
+    if allowed is not None:
+        logits = mask_logits(logits, allowed)
     mass = kept_probabilities(logits, temperature, top_k, top_p, min_p).cumsum(-1)
     drawn = (mass <= uniform.double().unsqueeze(1) * mass[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
     return torch.where(temperature < 1e-5, greedy(logits), drawn.to(torch.int32))

@@ -17,7 +17,7 @@ from neuron_core.graphs.model_programs import HIDDEN_STATES, ModelPrograms
 from neuron_core.graphs.program import Program
 from neuron_core.kv.layout import KVLayout
 from neuron_core.protocols import StaticModel
-from neuron_core.step import StepInput
+from neuron_core.token_mask import allow_everything
 from vllm_neuron.startup_times import StartupTimes
 
 Progress = Callable[[int, int, Bucket, str], None]
@@ -33,6 +33,7 @@ class GraphExecutor:
         self.builder = builder
         self.rank = rank
         self._kv: dict[str, Tensor] = {}
+        self._everything: dict[int, Tensor] = {}
         self._programs: dict[tuple[Bucket, str], CompiledProgram] = {}
 
     def allocate(self, layouts: Sequence[KVLayout], num_blocks: int, device: torch.device) -> None:
@@ -89,6 +90,12 @@ class GraphExecutor:
             raise UncompiledShapeError(f"no graph was compiled for {bucket} ({variant})")
         return program(values)
 
+    def everything(self, num_seqs: int) -> Tensor:
+        """The mask of ``num_seqs`` rows that bans nothing; the same tensor each time, which nobody may change."""
+        if num_seqs not in self._everything:
+            self._everything[num_seqs] = allow_everything(num_seqs, self.model.vocab_size)
+        return self._everything[num_seqs]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, V]`` float32 logits of any number of final hidden states ``[n, H]``."""
         bucket = self.plan.logits()
@@ -121,7 +128,5 @@ class GraphExecutor:
 
     def _padding(self, bucket: Bucket) -> dict[str, Tensor]:
         """Every input of the bucket's programs for a step without a token."""
-        if bucket.phase is Phase.LOGITS:
-            shape = (bucket.num_tokens, self.model.hidden_size)
-            return {HIDDEN_STATES: torch.zeros(shape, dtype=self.model.dtype)}
-        return {**StepInput.padding(bucket, self.plan.block_size, self.rank).as_values(), **self._kv}
+        values = self._programs_of_model().padding(bucket, self.rank)
+        return values if bucket.phase is Phase.LOGITS else {**values, **self._kv}

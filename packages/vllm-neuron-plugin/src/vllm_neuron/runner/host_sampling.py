@@ -58,10 +58,16 @@ def host_rows(
 
 
 def resample(
-    logits: Tensor, tokens: Tensor, step: StepInput, rows: Sequence[HostRow], drawn: Tensor | None = None
+    logits: Tensor,
+    tokens: Tensor,
+    step: StepInput,
+    allowed: Tensor,
+    rows: Sequence[HostRow],
+    drawn: Tensor | None = None,
 ) -> Tensor:
     """``tokens [R]`` with those of ``rows`` drawn anew from their edited ``logits [R, V]``; both stay as they are.
 
+    ``allowed`` int32 ``[R, ceil(V / 32)]`` are the tokens that grammars leave.
     ``drawn`` are the tokens of the step before, where it was in flight when this one was submitted.
     """
     index = torch.tensor([row.row for row in rows])
@@ -73,6 +79,7 @@ def resample(
         step.top_p[index],
         step.min_p[index],
         step.uniform[index],
+        allowed[index],
     )
     return tokens.index_copy(0, index, sampled)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from vllm.v1.core.sched.output import SchedulerOutput
+from torch import Tensor
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from neuron_core.devices.stream import Execution, Stream
@@ -14,6 +15,7 @@ from neuron_core.graphs.buckets import BucketPlan
 from neuron_core.metrics import NeuronMetrics
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.feed import make_feed
+from vllm_neuron.runner.grammar import allowed_tokens
 from vllm_neuron.runner.host_sampling import host_rows
 from vllm_neuron.runner.inputs import Batch, build, make_batch
 from vllm_neuron.runner.logprobs import prompt_parts, scores_of
@@ -67,6 +69,7 @@ class NeuronModelRunner:
         self._last_ended = 0.0
         self._last_requests: frozenset[Request] = frozenset()
         self._output: StepOutput | None = None
+        self._awaits_grammar: tuple[Batch, BlockChanges] | None = None
 
     def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput | None:
         """Submit one step; None means that :meth:`sample_tokens` has its output."""
@@ -79,12 +82,26 @@ class NeuronModelRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         requests = [self.table.requests[request_id] for request_id in schedule.num_scheduled_tokens]
         batch = make_batch(self.table, self.plan, requests, list(schedule.num_scheduled_tokens.values()))
-        self._submit(self._make_step(batch, blocks))
+        if schedule.has_structured_output_requests:
+            self._awaits_grammar = (batch, blocks)  # the masks are inputs, and come with sample_tokens
+        else:
+            self._submit(self._make_step(batch, blocks))
         self._count(batch)
         return None
 
-    def sample_tokens(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """The output of the step that :meth:`execute_model` submitted last; with ``overlap`` it is yet to be read."""
+    def sample_tokens(
+        self, grammar: GrammarOutput | None = None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """The output of the step that :meth:`execute_model` was given last; with ``overlap`` it is yet to be read.
+
+        ``grammar`` holds the masks of requests with structured outputs; their steps are submitted only now.
+        """
+        if self._awaits_grammar is not None:
+            (batch, blocks), self._awaits_grammar = self._awaits_grammar, None
+            self._collect(most_left=1)
+            vocab_size = self.executor.model.vocab_size
+            allowed = allowed_tokens(grammar, batch.requests, batch.bucket.num_seqs, vocab_size)
+            self._submit(self._make_step(batch, blocks, allowed))
         output, self._output = self._output, None
         if output is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -93,7 +110,7 @@ class NeuronModelRunner:
         self._collect(most_left=0)
         return output.get_output()
 
-    def _make_step(self, batch: Batch, blocks: BlockChanges) -> Step:
+    def _make_step(self, batch: Batch, blocks: BlockChanges, allowed: Tensor | None = None) -> Step:
         before = self._in_flight[-1].step if self._in_flight else None
         earlier = before.batch.requests if before is not None else ()
         feed = make_feed(self.table, batch, earlier)
@@ -102,7 +119,7 @@ class NeuronModelRunner:
             for row, (request, draws) in enumerate(zip(batch.requests, batch.draws, strict=True))
             if draws and (request.on_host or not self.sample_on_device)
         ]
-        variant = self._variant(batch)
+        variant = "sample" if allowed is not None else self._variant(batch)
         rows = host_rows(self.table, batch.requests, edited, earlier)
         needs_tokens = bool(feed) or any(row.earlier_row is not None for row in rows)
         return Step(
@@ -115,6 +132,7 @@ class NeuronModelRunner:
             feed,
             rows,
             prompt_parts(batch, self.table.num_computed),
+            allowed,
             before if needs_tokens else None,
         )
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors
 
+from neuron_core.ops.reference import mask_logits
 from neuron_core.step import StepInput
+from neuron_core.token_mask import ALLOWED_TOKENS
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.feed import Feed
 from vllm_neuron.runner.host_sampling import HostRow, resample
@@ -27,7 +29,7 @@ class StepResult:
     tokens: Tensor
     """int32 ``[R]``."""
     logits: Tensor | None
-    """float32 ``[R, V]`` before any edit, or None if the graph gives none."""
+    """float32 ``[R, V]`` before any edit but a grammar's, or None if the graph gives none."""
     prompt_logprobs: dict[str, LogprobsTensors | None]
     waited: bool
     """Whether tokens of the step before were read and merged on the host."""
@@ -73,6 +75,8 @@ class Step:
     feed: Feed | None = None
     host_rows: Sequence[HostRow] = ()
     prompts: Sequence[PromptPart] = ()
+    allowed: Tensor | None = None
+    """int32 ``[R, ceil(V / 32)]``, the tokens that grammars leave; None if no request has one."""
     earlier: Step | None = None
     """The step whose tokens ``feed`` and ``host_rows`` read."""
     tokens: Tensor | None = data_field(default=None, init=False)
@@ -87,15 +91,19 @@ class Step:
             raise RuntimeError("the step before this one failed, and this one needs its tokens")
         self.blocks.apply(self.executor)
         values, waited = self.inputs.as_values(), False
+        allowed = self.allowed if self.allowed is not None else self.executor.everything(self.inputs.num_seqs)
+        values[ALLOWED_TOKENS] = allowed
         if self.feed and drawn is not None:
             num_tokens = int(self.batch.starts[-1])
             values["token_ids"], waited = self.feed.apply(values["token_ids"], num_tokens, drawn)
         outputs = self.executor.run(self.batch.bucket, self.variant, values)
         tokens, logits = outputs["tokens"], outputs.get("logits")
         if self.host_rows and logits is not None:
-            tokens = resample(logits, tokens, self.inputs, self.host_rows, drawn)
+            tokens = resample(logits, tokens, self.inputs, allowed, self.host_rows, drawn)
         self.tokens = tokens
         prompts = {}
         if self.prompts:
             prompts = score_prompts(self.prompts, outputs["hidden_states"], self.executor.logits, self.scores)
+        if self.allowed is not None and logits is not None:
+            logits = mask_logits(logits, self.allowed)  # as vLLM, which reports what the grammar left
         return StepResult(tokens, logits, prompts, waited)

@@ -9,9 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from neuron_core.activations import activation_bytes, program_bytes
-from neuron_core.graphs.buckets import Phase
-from neuron_core.graphs.model_programs import HIDDEN_STATES, ModelPrograms
-from neuron_core.step import StepInput
+from neuron_core.graphs.model_programs import ModelPrograms
 
 
 def allocated(run: Any) -> int:
@@ -33,11 +31,7 @@ def test_no_step_allocates_more_than_its_bound(tiny):
     programs = ModelPrograms(executor.model, executor.plan, num_blocks=1)
     most_of_all = 0
     for bucket, variant in programs.wanted():
-        if bucket.phase is Phase.LOGITS:
-            shape = (bucket.num_tokens, executor.model.hidden_size)
-            values = {HIDDEN_STATES: torch.zeros(shape, dtype=executor.model.dtype)}
-        else:
-            values = StepInput.padding(bucket, executor.plan.block_size).as_values()
+        values = programs.padding(bucket)
         needed = programs.program(bucket, variant).inputs()
         given = sum(value.nbytes for name, value in values.items() if name in needed)
         with torch.no_grad():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ BUCKETS = '{"neuron_config": {"prefill_buckets": [256], "decode_buckets": [8]}}'
 LIMITS = [
     "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
     "--num-gpu-blocks-override", "200", "--additional-config", BUCKETS,
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
 ]
 # fmt: on
 READY_TIMEOUT_S = 400.0
@@ -183,15 +185,92 @@ def test_a_prompt_longer_than_the_limit_is_http_400(server):
 @pytest.mark.parametrize(
     ("name", "body"),
     [
-        ("structured_outputs", {"response_format": {"type": "json_object"}}),
         ("kv_transfer_params", {"kv_transfer_params": {"do_remote_decode": True}}),
+        ("regex", {"structured_outputs": {"regex": "(never closed"}}),
+        ("no such type", {"structured_outputs": {"json": {"type": "no such type"}}}),
+        ("Choice", {"structured_outputs": {"choice": []}}),
     ],
 )
-def test_a_parameter_that_is_not_supported_is_http_400_by_name(server, name, body):
+def test_what_cannot_be_honoured_is_http_400_by_name(server, name, body):
     with pytest.raises(openai.BadRequestError, match=name):
         server.client.chat.completions.create(
             model=server.name, messages=FRANCE, max_tokens=4, extra_body=body
         )
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+# As with OpenAI, only the arguments of a strict tool are held to its schema.
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": name, "parameters": CITY, "strict": True},
+    }
+    for name in ("forecast", "museums")
+]
+
+
+def is_of_city(arguments: str) -> bool:
+    found = json.loads(arguments)
+    return found.keys() == {"city", "days"} and found["city"] in ("Paris", "Rome") and found["days"] in (1, 2)
+
+
+@pytest.mark.supports("structured outputs", model="llama")
+def test_an_answer_is_of_its_json_schema(server):
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+    choice = (
+        server.client.chat.completions.create(
+            model=server.name, messages=FRANCE, temperature=1, seed=3, max_tokens=60, response_format=form
+        )
+    ).choices[0]
+    assert choice.finish_reason == "stop" and is_of_city(choice.message.content)
+
+
+@pytest.mark.supports("tool calls", model="llama")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("choice", ["named", "required"])
+def test_a_tool_is_called_with_its_arguments(server, choice, stream):
+    named = {"type": "function", "function": {"name": "museums"}}
+    settings = {
+        "model": server.name,
+        "messages": [{"role": "user", "content": "Two days in Rome, please."}],
+        "tools": TOOLS,
+        "tool_choice": named if choice == "named" else "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 120,
+    }
+    answer = server.client.chat.completions.create(**settings, stream=stream)
+    if stream:
+        pieces = [call.function for chunk in answer for call in chunk.choices[0].delta.tool_calls or ()]
+        name = "".join(piece.name or "" for piece in pieces)
+        arguments = "".join(piece.arguments or "" for piece in pieces)
+    else:
+        (call,) = answer.choices[0].message.tool_calls
+        name, arguments = call.function.name, call.function.arguments
+    assert is_of_city(arguments)
+    assert name == "museums" if choice == "named" else name in ("forecast", "museums")
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_tools_that_need_not_be_called(server, choice):
+    message = (
+        server.client.chat.completions.create(
+            model=server.name,
+            messages=FRANCE,
+            tools=TOOLS[:1],
+            tool_choice=choice,
+            temperature=0,
+            max_tokens=24,
+        )
+        .choices[0]
+        .message
+    )
+    assert message.content or (choice == "auto" and message.tool_calls)
 
 
 @pytest.mark.supports("abort", model="llama")

@@ -166,11 +166,16 @@ Tensor greedy(const Tensor& logits) {
 }
 
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-              const Tensor& min_p, const Tensor& uniform) {
+              const Tensor& min_p, const Tensor& uniform, const std::optional<Tensor>& allowed) {
   require(logits.dim() == 2 && logits.is_contiguous() && logits.scalar_type() == at::kFloat, "logits must be contiguous float32 [R, V]");
   Tensor out = at::empty({logits.size(0)}, logits.options().dtype(at::kInt));
+  if (allowed) {
+    require(allowed->dim() == 2 && allowed->is_contiguous() && allowed->scalar_type() == at::kInt &&
+                allowed->size(0) == logits.size(0) && allowed->size(1) == (logits.size(1) + 31) / 32,
+            "allowed must be contiguous int32 [R, ceil(V / 32)]");
+  }
   neuron::sample(floats(logits), floats(temperature), ints(top_k), floats(top_p), floats(min_p), floats(uniform),
-                 static_cast<int32_t*>(out.mutable_data_ptr()), logits.size(0), logits.size(1));
+                 allowed ? ints(*allowed) : nullptr, static_cast<int32_t*>(out.mutable_data_ptr()), logits.size(0), logits.size(1));
   return out;
 }
 

@@ -120,8 +120,10 @@ void paged_attention(const T* query, const C* kv, const int32_t* block_tables, c
                      const int32_t* positions, T* out, AttentionShape shape);
 
 void greedy(const float* logits, int32_t* out, int64_t rows, int64_t vocab);
+// allowed may be null, or holds one bit per token, (vocab + 31) / 32 words a row; a token without its bit is not drawn.
 void sample(const float* logits, const float* temperature, const int32_t* top_k, const float* top_p,
-            const float* min_p, const float* uniform, int32_t* out, int64_t rows, int64_t vocab);
+            const float* min_p, const float* uniform, const int32_t* allowed, int32_t* out, int64_t rows,
+            int64_t vocab);
 
 void pin_threads(const int32_t* cpus, int64_t count);
 

@@ -3,6 +3,7 @@
 // their magnitudes, then a gather of those that can still be kept; everything after works on the few gathered.
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "kernels.h"
@@ -160,6 +161,23 @@ class Sampler {
   std::vector<float> ordered_;
 };
 
+// What a row without a grammar holds; a row with one may too, and is then masked to no effect.
+bool allows_all(const int32_t* allowed, int64_t words) {
+  int32_t all = -1;
+  for (int64_t i = 0; i < words; ++i) all &= allowed[i];
+  return all == -1;
+}
+
+void mask(const float* logits, const int32_t* allowed, int64_t vocab, std::vector<float>& masked) {
+  masked.resize(vocab);
+  for (int64_t begin = 0; begin < vocab; begin += 32) {
+    const uint32_t bits = static_cast<uint32_t>(allowed[begin / 32]);
+    const int64_t count = std::min<int64_t>(32, vocab - begin);
+    for (int64_t i = 0; i < count; ++i)
+      masked[begin + i] = bits >> i & 1u ? logits[begin + i] : -std::numeric_limits<float>::infinity();
+  }
+}
+
 }  // namespace
 
 void greedy(const float* logits, int32_t* out, int64_t rows, int64_t vocab) {
@@ -167,10 +185,17 @@ void greedy(const float* logits, int32_t* out, int64_t rows, int64_t vocab) {
 }
 
 void sample(const float* logits, const float* temperature, const int32_t* top_k, const float* top_p,
-            const float* min_p, const float* uniform, int32_t* out, int64_t rows, int64_t vocab) {
+            const float* min_p, const float* uniform, const int32_t* allowed, int32_t* out, int64_t rows,
+            int64_t vocab) {
+  const int64_t words = (vocab + 31) / 32;
   parallel_chunks(rows, [=](int64_t row) {
     static thread_local Sampler sampler;
+    static thread_local std::vector<float> masked;
     const float* values = logits + row * vocab;
+    if (allowed != nullptr && !allows_all(allowed + row * words, words)) {
+      mask(values, allowed + row * words, vocab, masked);
+      values = masked.data();
+    }
     const Limits limits{top_k[row] >= vocab ? 0 : top_k[row], top_p[row], min_p[row]};
     out[row] = temperature[row] < 1e-5f ? first_largest(values, vocab)
                                         : sampler.draw(values, vocab, temperature[row], limits, uniform[row]);
