@@ -49,7 +49,7 @@ def test_a_prefix_not_found_in_full_gives_no_ratio(hits):
 def test_both_servers_are_told_the_same_and_room_for_all_clients():
     given = options("--engine-args", '{"enable_prefix_caching": false, "block_size": 32}')
     command = bench_serve.server_command(given, Path("/models/m"), 8123)
-    assert command[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", "/models/m"]
+    assert command[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "/models/m"]
     settings = dict(zip(command[4:-3:2], command[5:-3:2], strict=True))
     assert settings == {
         "--host": "127.0.0.1",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuron_core.devices.chips import chip_for_target
-from neuron_core.devices.registry import device_names
+from neuron_core.devices.registry import BUILT_IN, device_names
 from neuron_core.errors import ConfigError, unknown_name_hint
 
 __all__ = ["KNOWN_NAMES", "Environment", "export", "size_in_bytes", "snapshot", "unknown_names"]
@@ -205,7 +205,8 @@ def _files(name: str, values: Mapping[str, str]) -> tuple[Path, ...]:
 
 def _device(values: Mapping[str, str]) -> str | None:
     device = values.get("VLLM_NEURON_DEVICE")
-    if device is not None and device not in (known := device_names()):
+    # Asking what others add reads the metadata of every installed distribution.
+    if device is not None and device not in BUILT_IN and device not in (known := device_names()):
         hint = f"{unknown_name_hint(device, known)} (unset chooses)"
         raise ConfigError("VLLM_NEURON_DEVICE", device, hint)
     return device
