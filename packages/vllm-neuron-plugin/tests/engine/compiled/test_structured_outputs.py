@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +117,7 @@ def check_regexes(engine: Any, count: int, seed: int) -> None:
         assert re.fullmatch(pattern, text), (pattern, text)
 
 
+@pytest.mark.supports("structured outputs", model="llama")
 def test_every_answer_is_of_its_schema(engine):
     check_schemas(engine, 16, seed=1)
 
@@ -180,6 +183,69 @@ def test_log_probabilities_are_of_what_the_grammar_leaves(engine):
     expected = torch.tensor([whole[token].logprob for token in first]).log_softmax(0)
     assert [found[token].logprob for token in first] == pytest.approx(expected.tolist(), abs=1e-3)
     assert all(lp.logprob == float("-inf") for token, lp in found.items() if token not in first)
+
+
+def test_others_run_while_a_grammar_is_compiled(engine, monkeypatch):
+    """Case G2: a grammar that takes its time, first alone and then beside a request without one."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    constrained(engine, "choice", [["warm"]], seed=1)  # a backend is made with the first grammar
+    backend = engine.core.structured_output_manager.backend
+    compile_grammar = backend.compile_grammar
+    wait = threading.Event()
+
+    def slowly(*args: Any, **more: Any) -> Any:
+        assert wait.wait(60)
+        return compile_grammar(*args, **more)
+
+    monkeypatch.setattr(backend, "compile_grammar", slowly)
+    bound = SamplingParams(temperature=0, max_tokens=40)
+    bound.structured_outputs = StructuredOutputsParams(json={"enum": ["slow", "late"]})
+    tokenizer = engine.llm.get_tokenizer()
+    slow = engine.add(tokenizer.encode(PROMPT), bound)
+    for _ in range(5):
+        assert not engine.step()  # nothing else to do
+    free = engine.add(
+        tokenizer.encode("The sea is"), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    )
+    finished: dict[str, Any] = {}
+    while free not in finished:
+        finished |= engine.step()
+    assert slow not in finished
+    wait.set()
+    deadline = time.monotonic() + 60
+    while slow not in finished:
+        assert time.monotonic() < deadline
+        finished |= engine.step()
+    assert json.loads(finished[slow].outputs[0].text) in ("slow", "late")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("regex", "^(.*)$", "^(|.*)$"),
+        ("json", {"type": "object"}, {"type": "array", "items": [{"type": "string"}]}),
+    ],
+)
+def test_a_later_grammar_that_needs_another_backend_ends_nothing(engines, smollm2, kind, first, second):
+    """Case G4: with the backend left to vLLM, the first grammar must not decide for all that follow."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine = engines(smollm2, **LIMITS)
+    prompt = engine.llm.get_tokenizer().encode(PROMPT)
+    plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    alone = engine.tokens([prompt], plain)
+    for given in (first, second):
+        params = SamplingParams(temperature=0, max_tokens=6)
+        params.structured_outputs = StructuredOutputsParams(**{kind: given})
+        try:
+            assert len(engine.tokens([prompt], params)[0]) <= 6
+        except (VLLMValidationError, ValueError):
+            assert given is second
+    assert engine.tokens([prompt], plain) == alone
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance", "outlines"])
