@@ -15,6 +15,7 @@ import torch
 
 from neuron_core.errors import ConfigError
 from neuron_models import registry
+from neuron_models.pooling import check_pooling_model
 from neuron_parallel import ParallelPlan
 
 if TYPE_CHECKING:
@@ -165,6 +166,30 @@ REFUSALS = (
     _unset("--model-loader-extra-config", lambda c: _given(c.load_config.model_loader_extra_config or None)),
     _off("--enable-return-routed-experts", lambda c: c.aux_output_config.enable_return_routed_experts),
     Refusal(
+        "--profiler-config.profiler",
+        lambda c: c.profiler_config.profiler,
+        ("torch", None),
+        "needs a GPU; use torch",
+    ),
+    Refusal(
+        "--profiler-config.torch_profiler_activities",
+        lambda c: c.profiler_config.torch_profiler_activities,
+        (["CPU"], None),
+        "torch sees no other device here; leave it out",
+    ),
+    Refusal(
+        "--profiler-config.torch_profiler_dir",
+        lambda c: "://" in c.profiler_config.torch_profiler_dir and c.profiler_config.torch_profiler_dir,
+        (False,),
+        "must be a folder of this host; give a path",
+    ),
+    _off("--profiler-config.capture_torch_profiler", lambda c: c.profiler_config.capture_torch_profiler),
+    _off(
+        "--profiler-config.detailed_trace_annotation",
+        lambda c: c.profiler_config.detailed_trace_annotation,
+        "no such annotations; each step says its bucket, requests and tokens anyway, so leave it off",
+    ),
+    Refusal(
         "--load-format",
         lambda c: str(c.load_config.load_format),
         LOAD_FORMATS,
@@ -176,10 +201,15 @@ MODEL_REFUSALS = (
     Refusal(
         "--runner",
         lambda c: c.model_config.runner_type,
-        ("generate",),
-        "only text generation is supported; use --runner generate with a generative model",
+        ("generate", "pooling"),
+        "not supported; use generate, or pooling for embeddings",
     ),
-    Refusal("--convert", lambda c: c.model_config.convert_type, ("none",), "not supported; use none"),
+    Refusal(
+        "--convert",
+        lambda c: c.model_config.convert_type,
+        ("none", "embed"),
+        "classifying and cross-encoders are not supported; use none, or embed with --runner pooling",
+    ),
     _unset(
         "--quantization",
         lambda c: c.model_config.quantization,
@@ -197,7 +227,12 @@ MODEL_REFUSALS = (
         ("auto", "vllm"),
         "this plugin brings its own models; use auto",
     ),
-    _off("--enable-prompt-embeds", lambda c: c.model_config.enable_prompt_embeds),
+    Refusal(
+        "--enable-prompt-embeds",
+        lambda c: c.model_config.enable_prompt_embeds and c.model_config.runner_type,
+        (False, "generate"),
+        "only prompts of text generation may be embeddings; leave it off with --runner pooling",
+    ),
     _off("--enable-sleep-mode", lambda c: c.model_config.enable_sleep_mode),
     _off("--enable-cumem-allocator", lambda c: c.model_config.enable_cumem_allocator),
     _off("--return-sampling-mask", lambda c: c.model_config.return_sampling_mask),
@@ -281,7 +316,8 @@ def check_model(vllm_config: VllmConfig) -> None:
     The message lists the supported architectures, the sizes that divide, or the error of importing the model.
     """
     plan = ParallelPlan(tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size)
-    registry.check_model(vllm_config.model_config.hf_config, plan)
+    check = check_pooling_model if vllm_config.model_config.runner_type == "pooling" else registry.check_model
+    check(vllm_config.model_config.hf_config, plan)
 
 
 def _check_chunking(vllm_config: VllmConfig) -> None:

@@ -8,6 +8,7 @@ vLLM's own scheduler decide all else (blocks, preemption, prefix hits, chunks), 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from neuron_core.errors import NeuronError
 from neuron_core.graphs.buckets import Phase
 from neuron_core.metrics import NeuronMetrics
 from vllm_neuron.config import bucket_plan, neuron_config
+from vllm_neuron.profiling import ScheduleTimes
 
 __all__ = ["MixedStepError", "NeuronScheduler", "in_prefill"]
 
@@ -65,7 +67,7 @@ class NeuronScheduler(AsyncScheduler):
 
     Prefill goes first, packing up to ``max_prefill_seqs`` requests and the largest prefill bucket's tokens in
     a step; longer prompts take several. Decodes run when no prompt can be computed, and at the latest after
-    ``max_consecutive_prefills`` prefill steps.
+    ``max_consecutive_prefills`` prefill steps. A pooling model has prefill steps only.
     """
 
     running: list[Request]
@@ -80,9 +82,11 @@ class NeuronScheduler(AsyncScheduler):
         self._decode_steps = 0
         self._refusal: _Refusal | None = None
         self._metrics = NeuronMetrics(self.vllm_config.model_config.served_model_name, 0)
+        self._times = ScheduleTimes.wanted(self.vllm_config.profiler_config)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One step of one phase; raises a ``NeuronError`` if it would mix phases or fit no compiled shape."""
+        begun = time.perf_counter_ns()
         phase = self._choose_phase(throttle_prefills)
         visible = self._visible(phase)
         shown = set(visible)
@@ -92,16 +96,21 @@ class NeuronScheduler(AsyncScheduler):
         self._verify(output, phase, held)
         self._remember(output, phase, held)
         self._record(output)
+        if self._times is not None:
+            self._times.scheduled(begun, output)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """As vLLM's; requests that finish here free blocks, and no step may follow that would say so."""
+        begun = time.perf_counter_ns()
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
         self._record_blocks()
+        if self._times is not None:
+            self._times.updated(begun, idle=not self.has_unfinished_requests())
         return outputs
 
     def finish_requests(
@@ -125,7 +134,7 @@ class NeuronScheduler(AsyncScheduler):
 
     def _choose_phase(self, throttle_prefills: bool) -> Phase:
         num_decoding = sum(not in_prefill(request) for request in self.running)
-        if num_decoding == 0:
+        if num_decoding == 0 or self.plan.pooling:
             return Phase.PREFILL
         if self._consecutive_prefills >= self.max_consecutive_prefills:
             return Phase.DECODE

@@ -22,13 +22,16 @@ from neuron_core.errors import ConfigError
 from neuron_core.memory import MemoryBudget, module_bytes
 from neuron_core.metrics import NeuronMetrics
 from neuron_core.protocols import StaticModel
-from neuron_models import build_model
 from neuron_models.attention import fit_to_chip
+from neuron_models.pooling import build_model_for
 from neuron_parallel import ParallelGroups, ParallelPlan
 from vllm_neuron.checks import kv_dtype
 from vllm_neuron.config import bucket_plan, neuron_config
 from vllm_neuron.graphs import graph_builder
 from vllm_neuron.platform import discovered
+from vllm_neuron.pooling.pooler import EmbeddingPooler
+from vllm_neuron.pooling.runner import PoolingRunner
+from vllm_neuron.profiling import rank_profiler
 from vllm_neuron.progress import WarmUpProgress
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.model_runner import NeuronModelRunner
@@ -51,7 +54,7 @@ class NeuronWorker(WorkerBase):
     """vLLM's worker interface over the Neuron device or the CPU device."""
 
     model: StaticModel
-    runner: NeuronModelRunner
+    runner: NeuronModelRunner | PoolingRunner
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,6 +67,9 @@ class NeuronWorker(WorkerBase):
         self.overlap = bool(self.vllm_config.scheduler_config.async_scheduling)
         self.stream = self.neuron_device.stream(overlap=self.overlap)
         self.metrics = NeuronMetrics(self.model_config.served_model_name, self.rank)
+        self.profiler = rank_profiler(
+            self.vllm_config.profiler_config, self.rank, self.world_size, self.neuron_device, self._on_stream
+        )
 
     def init_device(self) -> None:
         """Claim the device and join the other ranks; raises ``DeviceError`` if the device cannot start."""
@@ -106,14 +112,15 @@ class NeuronWorker(WorkerBase):
 
     def _make_model(self, groups: ParallelGroups) -> StaticModel:
         wanted = kv_dtype(self.vllm_config)
-        model = build_model(
+        model = build_model_for(
+            self.plan,
             self.model_config.hf_text_config,
             dtype=self.model_config.dtype,
             groups=groups,
-            block_size=self.cache_config.block_size,
             kv_dtype=wanted,
+            prompt_embeds=self.model_config.enable_prompt_embeds,
         )
-        if {layout.dtype for layout in model.kv_layouts} != {wanted}:
+        if any(layout.dtype != wanted for layout in model.kv_layouts):
             hint = f"{type(model).__name__} has no cache of that type; use auto"
             raise ConfigError("--kv-cache-dtype", self.cache_config.cache_dtype, hint)
         fit_to_chip(cast(nn.Module, model), self.neuron_device.chip)
@@ -168,7 +175,14 @@ class NeuronWorker(WorkerBase):
         builder = self._on_stream(lambda: graph_builder(self.neuron_device, self.settings, self.environment))
         executor = GraphExecutor(self.model, self.plan, builder, self.groups.tp.rank())
         executor.allocate(self.model.kv_layouts, kv_cache_config.num_blocks, self.neuron_device.torch_device)
-        self.runner = NeuronModelRunner(
+        self.runner = self._pooling_runner(executor) if self.plan.pooling else self._model_runner(executor)
+
+    def _pooling_runner(self, executor: GraphExecutor) -> PoolingRunner:
+        pooler = EmbeddingPooler(self.vllm_config)
+        return PoolingRunner(executor, self.plan, self.metrics, self.stream, pooler, overlap=self.overlap)
+
+    def _model_runner(self, executor: GraphExecutor) -> NeuronModelRunner:
+        return NeuronModelRunner(
             executor,
             self.plan,
             self.metrics,
@@ -194,12 +208,16 @@ class NeuronWorker(WorkerBase):
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """Text generation only."""
-        return ("generate",)
+        """Text generation, or embedding with ``--runner pooling``."""
+        return ("embed",) if self.plan.pooling else ("generate",)
 
     @torch.no_grad()
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Submit a step; None when it has tokens, because vLLM then asks ``sample_tokens`` in every mode."""
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """Submit a step; None when it draws tokens, because vLLM then asks ``sample_tokens`` in every mode."""
+        if self.profiler is not None:
+            self.profiler.step_of(scheduler_output)
         return self.runner.execute_model(scheduler_output)
 
     @torch.no_grad()
@@ -208,6 +226,20 @@ class NeuronWorker(WorkerBase):
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """The output of the step submitted last; with asynchronous scheduling a promise of it."""
         return self.runner.sample_tokens(grammar_output)
+
+    def profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Start or stop a profile; see ``RankProfiler.profile`` for what it raises."""
+        if self.profiler is None:
+            hint = "profiling is off; start with --profiler-config.profiler torch and a torch_profiler_dir"
+            raise ConfigError("--profiler-config.profiler", None, hint)
+        self.profiler.profile(is_start, profile_prefix, delay_iterations, max_iterations)
 
     def synchronize_device(self) -> None:
         """Wait for the device and for everything submitted to it."""
@@ -221,7 +253,9 @@ class NeuronWorker(WorkerBase):
         """Nothing to do: no rank outside this engine waits for it."""
 
     def shutdown(self) -> None:
-        """Let the stream end; all else is released by the end of the process."""
+        """Write a profile that is open, and let the stream end; all else is released by the end of the process."""
+        if self.profiler is not None:
+            self.profiler.shutdown()
         self.stream.close()
 
     def _on_stream(self, work: Callable[[], T]) -> T:

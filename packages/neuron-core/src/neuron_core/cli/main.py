@@ -18,6 +18,7 @@ __all__ = ["NeuronGroup", "main", "neuron"]
 BUILT_IN: Mapping[str, str] = {
     "cache": "neuron_core.cli.cache:cache",
     "doctor": "neuron_core.cli.doctor:doctor",
+    "profile": "neuron_core.cli.profile:profile",
 }
 """This package's commands: name -> ``module:attribute``, imported when asked for."""
 

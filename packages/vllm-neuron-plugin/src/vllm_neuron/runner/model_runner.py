@@ -13,13 +13,15 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from neuron_core.devices.stream import Execution, Stream
 from neuron_core.graphs.buckets import BucketPlan
 from neuron_core.metrics import NeuronMetrics
+from neuron_core.profiling.timeline import Kind, timed
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.feed import make_feed
 from vllm_neuron.runner.grammar import allowed_tokens
 from vllm_neuron.runner.host_sampling import host_rows
 from vllm_neuron.runner.inputs import Batch, build, make_batch
 from vllm_neuron.runner.logprobs import prompt_parts, scores_of
-from vllm_neuron.runner.output import StepOutput
+from vllm_neuron.runner.output import StepOutput, wait_for
+from vllm_neuron.runner.prompt_embeds import embedding_inputs
 from vllm_neuron.runner.requests import Request, RequestTable
 from vllm_neuron.runner.step import BlockChanges, Step, StepResult
 
@@ -71,6 +73,7 @@ class NeuronModelRunner:
         self._output: StepOutput | None = None
         self._awaits_grammar: tuple[Batch, BlockChanges] | None = None
 
+    @timed("execute model", Kind.BUILD)
     def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput | None:
         """Submit one step; None means that :meth:`sample_tokens` has its output."""
         self._collect(most_left=1)
@@ -110,6 +113,7 @@ class NeuronModelRunner:
         self._collect(most_left=0)
         return output.get_output()
 
+    @timed("build inputs", Kind.BUILD)
     def _make_step(self, batch: Batch, blocks: BlockChanges, allowed: Tensor | None = None) -> Step:
         before = self._in_flight[-1].step if self._in_flight else None
         earlier = before.batch.requests if before is not None else ()
@@ -133,9 +137,13 @@ class NeuronModelRunner:
             rows,
             prompt_parts(batch, self.table.num_computed),
             allowed,
+            embedding_inputs(
+                batch, self.table.num_computed, self.executor.only_tokens(batch.bucket.num_tokens)
+            ),
             before if needs_tokens else None,
         )
 
+    @timed("submit", Kind.SUBMIT, lambda runner, step: {"step": step.number})
     def _submit(self, step: Step) -> None:
         batch, execution = step.batch, self.stream.submit(step.run)
         places = tuple(
@@ -152,8 +160,9 @@ class NeuronModelRunner:
         while self._in_flight and (len(self._in_flight) > most_left or self._in_flight[0].execution.done()):
             self._read(self._in_flight.popleft())
 
+    @timed("read tokens", Kind.OUTPUT)
     def _read(self, ran: _InFlight) -> None:
-        result = ran.execution.result()
+        result = wait_for(ran.execution)
         tokens = result.tokens.tolist()
         for request, place, token in zip(ran.step.batch.requests, ran.places, tokens, strict=False):
             if place is not None:

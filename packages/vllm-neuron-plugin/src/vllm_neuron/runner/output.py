@@ -3,12 +3,23 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from neuron_core.devices.stream import Execution
+from neuron_core.profiling.timeline import Kind, timed
 from vllm_neuron.runner.inputs import Batch
 from vllm_neuron.runner.logprobs import Scores, drawn_logprobs
 from vllm_neuron.runner.step import StepResult
+
+T = TypeVar("T")
+
+
+@timed("wait for the stream", Kind.WAIT)
+def wait_for(execution: Execution[T]) -> T:
+    """The result of a submitted step, once it has run; raises what it raised."""
+    return execution.result()
 
 
 class StepOutput(AsyncModelRunnerOutput):
@@ -23,9 +34,10 @@ class StepOutput(AsyncModelRunnerOutput):
         self._execution = execution
         self._scores = scores
 
+    @timed("output", Kind.OUTPUT)
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step and read it; raises what the step raised."""
-        result = self._execution.result()
+        result = wait_for(self._execution)
         batch = self._batch
         tokens = result.tokens.cpu()
         logprobs = None

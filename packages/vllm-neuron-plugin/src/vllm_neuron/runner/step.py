@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as data_field
 
@@ -13,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors
 
 from neuron_core.ops.reference import mask_logits
+from neuron_core.profiling.timeline import Kind, timed
 from neuron_core.step import StepInput
 from neuron_core.token_mask import ALLOWED_TOKENS
 from vllm_neuron.runner.executor import GraphExecutor
@@ -77,11 +79,16 @@ class Step:
     prompts: Sequence[PromptPart] = ()
     allowed: Tensor | None = None
     """int32 ``[R, ceil(V / 32)]``, the tokens that grammars leave; None if no request has one."""
+    embeds: Mapping[str, Tensor] = data_field(default_factory=dict)
+    """Prompt embeddings and where they go, as `neuron_core.prompt_embeds` has it; empty if the model takes none."""
     earlier: Step | None = None
     """The step whose tokens ``feed`` and ``host_rows`` read."""
     tokens: Tensor | None = data_field(default=None, init=False)
     """int32 ``[R]``, once it has run."""
+    number: int = data_field(default_factory=itertools.count().__next__, init=False)
+    """How many steps this process made before it."""
 
+    @timed("step", Kind.STEP, lambda step: step.describe())
     @torch.no_grad()
     def run(self) -> StepResult:
         """Run the step. Raises what its graph raises, and ``RuntimeError`` if the step before failed."""
@@ -93,17 +100,35 @@ class Step:
         values, waited = self.inputs.as_values(), False
         allowed = self.allowed if self.allowed is not None else self.executor.everything(self.inputs.num_seqs)
         values[ALLOWED_TOKENS] = allowed
+        values.update(self.embeds)
         if self.feed and drawn is not None:
             num_tokens = int(self.batch.starts[-1])
             values["token_ids"], waited = self.feed.apply(values["token_ids"], num_tokens, drawn)
-        outputs = self.executor.run(self.batch.bucket, self.variant, values)
+        outputs = self._run_graph(values)
         tokens, logits = outputs["tokens"], outputs.get("logits")
         if self.host_rows and logits is not None:
-            tokens = resample(logits, tokens, self.inputs, allowed, self.host_rows, drawn)
+            tokens = _resample(logits, tokens, self.inputs, allowed, self.host_rows, drawn)
         self.tokens = tokens
         prompts = {}
         if self.prompts:
-            prompts = score_prompts(self.prompts, outputs["hidden_states"], self.executor.logits, self.scores)
+            prompts = _score_prompts(self.prompts, outputs["hidden_states"], self._logits, self.scores)
         if self.allowed is not None and logits is not None:
             logits = mask_logits(logits, self.allowed)  # as vLLM, which reports what the grammar left
         return StepResult(tokens, logits, prompts, waited)
+
+    def describe(self) -> dict[str, object]:
+        """What a profile says of it."""
+        about = {"step": self.number, "bucket": self.batch.bucket.name, "variant": self.variant}
+        return {**about, "requests": len(self.batch.requests), "tokens": int(self.batch.starts[-1])}
+
+    @timed(lambda step, _: step.batch.bucket.name, Kind.GRAPH, lambda step, _: step.describe())
+    def _run_graph(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.executor.run(self.batch.bucket, self.variant, values)
+
+    @timed(lambda step, _: step.executor.plan.logits().name, Kind.GRAPH)
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.executor.logits(hidden)
+
+
+_resample = timed("host rows", Kind.SAMPLING)(resample)
+_score_prompts = timed("prompt logprobs", Kind.SAMPLING)(score_prompts)
