@@ -101,4 +101,5 @@ def _largest(plan: BucketPlan) -> list[Bucket]:
     return [
         max((b for b in sizes if b.phase is phase), key=lambda b: (b.num_tokens, b.context_len))
         for phase in Phase
+        if any(b.phase is phase for b in sizes)
     ]

@@ -74,14 +74,21 @@ class StartEstimate:
 
     @property
     def request_blocks(self) -> int:
-        """Blocks of one request of ``max_model_len`` tokens, and the null block."""
+        """Blocks of one request of ``max_model_len`` tokens, and the null block; none without a cache."""
+        if not self.footprint.layouts:
+            return 0
         block_size = min(layout.block_size for layout in self.footprint.layouts)
         return blocks_for(self.max_model_len, block_size) + 1
 
     @property
     def request_bytes(self) -> int:
         """Bytes of ``request_blocks`` in all layers."""
-        return self.request_blocks * bytes_per_block(self.footprint.layouts)
+        return self.request_blocks * self._block_bytes
+
+    @property
+    def _block_bytes(self) -> int:
+        layouts = self.footprint.layouts
+        return bytes_per_block(layouts) if layouts else 0
 
     def budget(self) -> MemoryBudget:
         """The budget expected after loading; raises as ``MemoryBudget`` does."""
@@ -129,14 +136,14 @@ class StartEstimate:
             ("activation headroom", shown(footprint.activation_bytes)),
             ("reserve", shown(self.reserve_bytes)),
             ("free with weights loaded", shown(self.free_bytes - footprint.weights_bytes)),
-            ("KV cache of one block", shown(bytes_per_block(footprint.layouts))),
+            ("KV cache of one block", shown(self._block_bytes)),
             (
                 f"one request of {self.max_model_len} tokens ({self.request_blocks} blocks)",
                 shown(self.request_bytes),
             ),
         ]
         if self.num_blocks is not None:
-            size = self.num_blocks * bytes_per_block(footprint.layouts)
+            size = self.num_blocks * self._block_bytes
             rows.append((f"--num-gpu-blocks-override {self.num_blocks}", shown(size)))
         if self.requested_kv_bytes is not None:
             rows.append(("--kv-cache-memory-bytes", shown(self.requested_kv_bytes)))
@@ -153,7 +160,21 @@ class StartEstimate:
                 f"{format_bytes(self.free_bytes)} free: short by {missing}. No --max-model-len or "
                 f"--gpu-memory-utilization helps; free memory or use a smaller model."
             )
-        self.budget().require_one_request(self.max_model_len, footprint.layouts, self.num_blocks)
+        if footprint.layouts:
+            self.budget().require_one_request(self.max_model_len, footprint.layouts, self.num_blocks)
+        else:
+            self._require_step()
+
+    def _require_step(self) -> None:
+        """Raise ``CapacityError`` unless, without a cache, the tensors of a step fit beside the weights."""
+        footprint = self.footprint
+        needs = footprint.weights_bytes + footprint.activation_bytes + self.reserve_bytes
+        if needs > self.free_bytes:
+            raise CapacityError(
+                f"One step does not fit: with {format_bytes(footprint.weights_bytes)} of weights it needs "
+                f"{format_bytes(needs)}, and {format_bytes(self.free_bytes)} are free: short by "
+                f"{format_bytes(needs - self.free_bytes)}. Lower --max-num-batched-tokens or --max-model-len."
+            )
 
     def _degrees(self, others: Iterable[Callable[[], StartEstimate]]) -> str:
         for other in others:

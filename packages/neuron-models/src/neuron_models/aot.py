@@ -27,7 +27,7 @@ from neuron_core.graphs.model_programs import ModelPrograms, variants
 from neuron_core.graphs.passes import default_passes
 from neuron_core.protocols import Compiler
 from neuron_models.attention import fit_to_chip
-from neuron_models.registry import build_model
+from neuron_models.pooling import build_model_for
 from neuron_parallel import ParallelGroups, ParallelPlan
 
 __all__ = ["CPU_TARGET", "ModelCompile", "ModelWorker", "neuron_torch_device"]
@@ -57,6 +57,7 @@ class ModelCompile:
     jobs: int = 1
     retry_failed: bool = False
     kv_dtype: torch.dtype | None = None
+    prompt_embeds: bool = False
 
     def tasks(self) -> list[AotTask]:
         """One per bucket: the rank is an input of every graph, so rank 0's graphs serve all."""
@@ -77,12 +78,13 @@ class ModelWorker:
         if for_cpu:
             ops.load_kernels(job.cache_dir)
         with torch.device("meta"):
-            model = build_model(
+            model = build_model_for(
+                job.plan,
                 job.config,
                 dtype=job.dtype,
                 groups=_groups(job.parallel),
-                block_size=job.plan.block_size,
                 kv_dtype=job.kv_dtype,
+                prompt_embeds=job.prompt_embeds,
             )
         if isinstance(model, nn.Module):
             fit_to_chip(model, None if for_cpu else chip_for_target(job.target))

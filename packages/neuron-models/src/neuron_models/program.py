@@ -2,13 +2,16 @@
 """A decoder-only language model as a straight line of parts: embedding, equal layers, one of three heads."""
 
 from collections.abc import Iterable
+from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from neuron_core import ops
 from neuron_core.errors import ConfigError
 from neuron_core.graphs.buckets import Bucket, Phase
 from neuron_core.graphs.program import Part, Program
+from neuron_core.prompt_embeds import IS_TOKEN, PROMPT_EMBEDS
 from neuron_core.token_mask import ALLOWED_TOKENS
 from neuron_models.layers import RMSNorm
 from neuron_models.rope import RotaryTable
@@ -24,6 +27,9 @@ class EmbeddingPart(nn.Module):
     The residual starts at zero so that the first layer is equal to every other and shares their graph.
     """
 
+    inputs: ClassVar[tuple[str, ...]] = ("token_ids", "positions", "rank")
+    """The program values that ``forward`` takes, in order."""
+
     def __init__(self, embed_tokens: VocabParallelEmbedding, rotary: RotaryTable) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
@@ -35,6 +41,32 @@ class EmbeddingPart(nn.Module):
         """``(hidden, residual, cos, sin)``."""
         hidden = self.embed_tokens(token_ids, rank, sequence_parallel)
         return hidden, hidden.new_zeros(hidden.shape), *self.rotary(positions)
+
+
+class MixedEmbeddingPart(EmbeddingPart):
+    """As `EmbeddingPart`, with embeddings in place of those of the tokens where the step says so."""
+
+    inputs: ClassVar[tuple[str, ...]] = (*EmbeddingPart.inputs, PROMPT_EMBEDS, IS_TOKEN)
+
+    def forward(  # type: ignore[override]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rank: Tensor,
+        prompt_embeds: Tensor,
+        is_token: Tensor,
+        *,
+        sequence_parallel: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``(hidden, residual, cos, sin)``; ``prompt_embeds [T, hidden]``, ``is_token`` int32 ``[T]``."""
+        hidden, residual, cos, sin = super().forward(
+            token_ids, positions, rank, sequence_parallel=sequence_parallel
+        )
+        if sequence_parallel:  # the rank has its own T / size rows of the tokens' embeddings
+            rows = torch.arange(len(hidden), dtype=torch.int32, device=hidden.device) + rank * len(hidden)
+            prompt_embeds, is_token = prompt_embeds.index_select(0, rows), is_token.index_select(0, rows)
+        merged = torch.where(is_token.ne(0).unsqueeze(-1), hidden, prompt_embeds)
+        return merged, residual, cos, sin
 
 
 class GreedyHead(nn.Module):
@@ -99,17 +131,22 @@ def decoder_program(
         return Program((Part("logits", lm_head, ("hidden_states",), ("logits",)),), ("logits",))
     is_split = bucket.phase is Phase.PREFILL and lm_head.group.size > 1
     static = (("sequence_parallel", is_split),)
-    embed = Part(
-        "embed", embedding, ("token_ids", "positions", "rank"), ("hidden", "residual", "cos", "sin"), static
+    head = (
+        _greedy_part(norm, lm_head, static) if variant == "greedy" else _sampling_part(norm, lm_head, static)
     )
+    return Program((*decoder_parts(embedding, layers, static), head), head.outputs)
+
+
+def decoder_parts(
+    embedding: EmbeddingPart, layers: Iterable[nn.Module], static: tuple[tuple[str, bool], ...]
+) -> tuple[Part, ...]:
+    """All parts before the head, from token ids to ``hidden`` and ``residual`` of the last layer."""
+    embed = Part("embed", embedding, embedding.inputs, ("hidden", "residual", "cos", "sin"), static)
     blocks = [
         Part(f"layer.{i}", layer, ("hidden", "residual", *CONTEXT, f"kv.{i}"), ("hidden", "residual"), static)
         for i, layer in enumerate(layers)
     ]
-    head = (
-        _greedy_part(norm, lm_head, static) if variant == "greedy" else _sampling_part(norm, lm_head, static)
-    )
-    return Program((embed, *blocks, head), head.outputs)
+    return (embed, *blocks)
 
 
 def _greedy_part(norm: RMSNorm, lm_head: ParallelLMHead, static: tuple[tuple[str, bool], ...]) -> Part:

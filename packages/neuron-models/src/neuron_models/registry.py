@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from neuron_core.errors import ConfigError
+from neuron_core.prompt_embeds import EmbedsModel
 from neuron_core.protocols import StaticModel
 from neuron_parallel import ParallelGroups, ParallelPlan
 
@@ -33,8 +34,11 @@ class ModelFactory(Protocol):
 
 
 _factories: dict[str, str | ModelFactory] = {
+    "BertModel": "neuron_models.bert:BertModel",
     "LlamaForCausalLM": "neuron_models.llama:LlamaForCausalLM",
+    "LlamaModel": "neuron_models.llama:LlamaForCausalLM",
     "Qwen3ForCausalLM": "neuron_models.qwen3:Qwen3ForCausalLM",
+    "Qwen3Model": "neuron_models.qwen3:Qwen3ForCausalLM",
 }
 
 
@@ -90,8 +94,18 @@ def build_model(
     groups: ParallelGroups,
     block_size: int,
     kv_dtype: torch.dtype | None = None,
+    prompt_embeds: bool = False,
 ) -> StaticModel:
-    """Check ``config`` and make its model with unfilled weights; see `ModelFactory.from_config`."""
+    """Check ``config`` and make its model with unfilled weights; see `ModelFactory.from_config`.
+
+    With ``prompt_embeds`` its programs take embeddings beside token ids; `ConfigError` if the model has none that do.
+    """
     factory = resolve(config)
     factory.check(config, groups.plan)
-    return factory.from_config(config, dtype=dtype, groups=groups, block_size=block_size, kv_dtype=kv_dtype)
+    model = factory.from_config(config, dtype=dtype, groups=groups, block_size=block_size, kv_dtype=kv_dtype)
+    if prompt_embeds:
+        if not isinstance(model, EmbedsModel):
+            hint = f"{type(model).__name__} takes token ids alone; leave it off"
+            raise ConfigError("--enable-prompt-embeds", prompt_embeds, hint)
+        model.takes_prompt_embeds = True
+    return model

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which request parameters this engine honours, field by field, and the refusal (HTTP 400) of the rest.
 
-Every field of vLLM's ``SamplingParams`` is in exactly one of the two tables; a test fails when vLLM adds one.
+Every field of vLLM's ``SamplingParams`` is in exactly one of two tables, every field of ``PoolingParams`` in one of two
+others; a test fails when vLLM adds one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Place(StrEnum):
 
     GRAPH = "in the graph"
     HOST = "on the host, from the graph's logits"
+    HIDDEN_STATES = "on the host, from the graph's hidden states"
     ENGINE = "in vLLM's engine or front end"
 
 
@@ -92,6 +94,26 @@ REFUSED: dict[str, Refused] = {
     "routed_experts_prompt_start": Refused(bool, "routed experts are not returned; leave it out or use 0"),
 }
 
+POOLING_HONOURED: dict[str, Place] = {
+    "use_activation": Place.HIDDEN_STATES,
+    "dimensions": Place.HIDDEN_STATES,
+    "skip_reading_prefix_cache": Place.ENGINE,
+    "output_kind": Place.ENGINE,
+    # Set by vLLM for its own poolers of tokens; an embedding needs none.
+    "requires_token_ids": Place.ENGINE,
+}
+
+POOLING_REFUSED: dict[str, Refused] = {
+    "task": Refused(
+        lambda task: task not in (None, "embed"),
+        "only texts as a whole are embedded (no classify or token-level task); use embed",
+    ),
+    "step_tag_id": Refused(_given, "rewards of steps are not supported"),
+    "returned_token_ids": Refused(_given, "rewards of steps are not supported"),
+    "late_interaction_params": Refused(_given, "late interaction is not supported"),
+    "extra_kwargs": Refused(bool, "no part of this engine reads it; leave it out"),
+}
+
 REFUSED_EXTRA_ARGS = {
     "kv_transfer_params": "KV transfer is not supported",
     "ec_transfer_params": "encoder-cache transfer is not supported",
@@ -102,23 +124,30 @@ PASSIVE_EXTRA_ARGS = ("kv_cache_report_mode",)
 """Keys of ``extra_args`` that vLLM's scheduler itself reads."""
 
 
-def validate_request(params: SamplingParams | PoolingParams) -> None:
-    """Raise ``VLLMValidationError`` naming the first parameter that cannot be honoured."""
+def validate_request(params: SamplingParams | PoolingParams, *, has_embeds: bool = False) -> None:
+    """Raise ``VLLMValidationError`` naming the first parameter that cannot be honoured.
+
+    ``has_embeds`` says that the prompt, or a part of it, is given as embeddings.
+    """
     if isinstance(params, PoolingParams):
-        raise VLLMValidationError(
-            "this engine generates text; pooling requests (embed, classify, score) are not supported",
-            parameter="pooling_params",
-            value=params.task,
-        )
-    for name, refused in REFUSED.items():
-        value = getattr(params, name)
-        if refused.is_set(value):
-            raise VLLMValidationError(refused.reason, parameter=name, value=value)
-    _check_prompt_logprobs(params)
+        _check_refused(params, POOLING_REFUSED)
+        return
+    _check_refused(params, REFUSED)
+    _check_prompt_logprobs(params, has_embeds)
     _check_extra_args(params.extra_args or {})
 
 
-def _check_prompt_logprobs(params: SamplingParams) -> None:
+def _check_refused(params: SamplingParams | PoolingParams, table: dict[str, Refused]) -> None:
+    for name, refused in table.items():
+        value = getattr(params, name)
+        if refused.is_set(value):
+            raise VLLMValidationError(refused.reason, parameter=name, value=value)
+
+
+def _check_prompt_logprobs(params: SamplingParams, has_embeds: bool) -> None:
+    if params.prompt_logprobs is not None and has_embeds:
+        reason = "an embedding is no token that could have a probability; leave prompt_logprobs out"
+        raise VLLMValidationError(reason, parameter="prompt_logprobs", value=params.prompt_logprobs)
     # vLLM itself sets True beside prompt_logprobs: what is found in the cache has no hidden states to score.
     if params.prompt_logprobs is not None and params.skip_reading_prefix_cache is False:
         reason = "prompt_logprobs need every prompt token computed; use true or leave it out"
@@ -133,9 +162,11 @@ def _check_extra_args(extra_args: dict[str, Any]) -> None:
 
 
 def admission_markdown() -> str:
-    """Both tables as Markdown: the source of the table in ``docs/refusals.md``."""
+    """All tables as Markdown: the source of the table in ``docs/refusals.md``."""
     rows = ["| parameter | honoured |", "|---|---|"]
     rows += [f"| `{name}` | {place} |" for name, place in HONOURED.items() if not name.startswith("_")]
     rows += [f"| `{name}` | no: {refused.reason} |" for name, refused in REFUSED.items()]
     rows += [f"| `extra_args.{name}` | no: {reason} |" for name, reason in REFUSED_EXTRA_ARGS.items()]
+    rows += [f"| `{name}` of an embedding | {place} |" for name, place in POOLING_HONOURED.items()]
+    rows += [f"| `{name}` of an embedding | no: {no.reason} |" for name, no in POOLING_REFUSED.items()]
     return "\n".join(rows) + "\n"

@@ -191,6 +191,7 @@ def bucket_plan(vllm_config: VllmConfig, tensor_parallel_size: int | None = None
         decode_context_length_buckets=settings.decode_context_length_buckets,
         max_prefill_seqs=settings.max_prefill_seqs,
         token_multiple=tensor_parallel_size or vllm_config.parallel_config.tensor_parallel_size,
+        pooling=vllm_config.model_config.runner_type == "pooling",
     )
 
 

@@ -20,7 +20,7 @@ __all__ = ["StubModel", "check_architectures", "register_models", "stub_class"]
 
 
 class StubModel(nn.Module):
-    """What vLLM looks for in a text-generation model; calling any of it is a defect and raises."""
+    """What vLLM looks for in any model; calling any of it is a defect and raises."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -34,17 +34,39 @@ class StubModel(nn.Module):
         """Not available."""
         self._refuse()
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Not available."""
-        self._refuse()
-
     def _refuse(self) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} stands for a model that runs as compiled graphs")
 
 
+class DecoderStub(StubModel):
+    """A model that generates text, or embeds with ``--runner pooling``."""
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Not available."""
+        self._refuse()
+
+
+class PoolingStub(StubModel):
+    """A model that can only embed."""
+
+    is_pooling_model = True
+
+
+class EncoderStub(PoolingStub):
+    """A pooling model whose tokens see the whole text, which vLLM then neither chunks nor caches."""
+
+    default_seq_pooling_type = "CLS"
+    attn_type = "encoder_only"
+
+
+STUBS = {"BertModel": EncoderStub, "LlamaModel": PoolingStub, "Qwen3Model": PoolingStub}
+"""What a name stands for that ends otherwise than in ``ForCausalLM``."""
+
+
 def stub_class(architecture: str) -> type[StubModel]:
     """A stub named after the architecture, as vLLM reports the class name."""
-    return type(architecture, (StubModel,), {"__doc__": StubModel.__doc__, "__module__": __name__})
+    base = STUBS.get(architecture, DecoderStub)
+    return type(architecture, (base,), {"__doc__": base.__doc__, "__module__": __name__})
 
 
 def register_models(architectures: Iterable[str] | None = None) -> None:

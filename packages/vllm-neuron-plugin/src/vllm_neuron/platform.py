@@ -20,6 +20,7 @@ from vllm_neuron.config import bucket_plan, neuron_config
 from vllm_neuron.engine_record import require_engine
 from vllm_neuron.models import check_architectures
 from vllm_neuron.patches import MODEL_RUNNER_VARIABLE, apply_patches, quiet_accelerator_cache
+from vllm_neuron.pooling.settings import check_pooling
 from vllm_neuron.versions import check_vllm_version
 
 if TYPE_CHECKING:
@@ -90,11 +91,13 @@ class NeuronPlatform(Platform):
         _check_model_runner()
         settings = neuron_config(vllm_config)
         checks.check_settings(vllm_config)
+        check_pooling(vllm_config)
         defaults.install_classes(vllm_config)
         if vllm_config.parallel_config.world_size > 1:
             Environment.read().check_multiprocess()
         if vllm_config.model_config is not None:
             checks.check_model(vllm_config)
+            defaults.limit_payloads(vllm_config)
             plan = bucket_plan(vllm_config)
             logger.info_once("%s; buckets: %s", settings, " ".join(bucket.name for bucket in plan.all()))
             _check_compiled(vllm_config)
@@ -115,7 +118,7 @@ class NeuronPlatform(Platform):
         # vLLM's parameter classes import its configuration, which imports the platform.
         from vllm_neuron.admission import validate_request
 
-        validate_request(params)
+        validate_request(params, has_embeds=processed_inputs.get("type") == "embeds")
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:

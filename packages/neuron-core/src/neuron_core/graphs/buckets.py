@@ -40,11 +40,14 @@ _HALF_STEPS_FROM = 128
 
 
 class Phase(StrEnum):
-    """What a graph computes: prompt tokens, one token per request, or logits of given hidden states."""
+    """What a graph computes: prompt tokens, one token per request, logits of given hidden states, or the hidden
+    states of whole texts.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
     LOGITS = "logits"
+    EMBED = "embed"
 
 
 @dataclass(frozen=True, order=True)
@@ -71,7 +74,7 @@ class Bucket:
     @property
     def name(self) -> str:
         """The label in logs, metrics and errors: ``prefill_s512``, ``decode_b4``, ``decode_b4_c1024``,
-        ``logits_s64``.
+        ``logits_s64``, ``embed_s512``.
         """
         size = f"b{self.num_seqs}" if self.phase is Phase.DECODE else f"s{self.num_tokens}"
         context = f"_c{self.context_len}" if self.names_context else ""
@@ -88,7 +91,8 @@ class BucketPlan:
 
     Warm-up compiles ``all()``; the runner asks ``prefill`` and ``decode`` for the cheapest bucket that holds
     a step, by ``Bucket.cost``. ``decode_contexts`` are the decode contexts shorter than the full one, which is
-    always there. Build a plan with ``from_limits``; constructing it directly checks the same rules and
+    always there. A ``pooling`` plan is that of a server that embeds: its prefill buckets have phase ``EMBED``, and
+    there are no others. Build a plan with ``from_limits``; constructing it directly checks the same rules and
     raises ``ConfigError``.
     """
 
@@ -102,6 +106,7 @@ class BucketPlan:
     logits_tokens: int = 64
     token_multiple: int = 1
     decode_contexts: tuple[int, ...] = ()
+    pooling: bool = False
 
     def __post_init__(self) -> None:
         """Check the limits and both bucket lists."""
@@ -121,7 +126,7 @@ class BucketPlan:
         if self.max_prefill_seqs > self.max_num_seqs:
             hint = f"must not exceed max_num_seqs; use {self.max_num_seqs} or less"
             raise ConfigError("max_prefill_seqs", self.max_prefill_seqs, hint)
-        _check_list("decode_buckets", self.decode_seqs, _default_decode(self.max_num_seqs), "max_num_seqs")
+        self._check_decode()
         default = _default_prefill(self.max_model_len, self.max_num_batched_tokens, self.token_multiple)
         source = "the smaller of max_num_batched_tokens and max_model_len"
         _check_list("prefill_buckets", self.prefill_tokens, default, source)
@@ -130,6 +135,18 @@ class BucketPlan:
                 nearest = round_up(size, self.token_multiple)
                 hint = f"{size} is not a multiple of {self.token_multiple} (ranks share a prompt's tokens); "
                 raise ConfigError("prefill_buckets", list(self.prefill_tokens), hint + f"{nearest} works")
+
+    def _check_decode(self) -> None:
+        if self.pooling:
+            for setting, sizes in (
+                ("decode_buckets", self.decode_seqs),
+                ("decode_context_length_buckets", self.decode_contexts),
+            ):
+                if sizes:
+                    hint = "a pooling model decodes nothing; leave it out"
+                    raise ConfigError(setting, list(sizes), hint)
+            return
+        _check_list("decode_buckets", self.decode_seqs, _default_decode(self.max_num_seqs), "max_num_seqs")
         default = _default_contexts(self.max_model_len, self.block_size, len(self.decode_seqs))
         _check_contexts(self.decode_contexts, self.max_model_len, self.block_size, default)
 
@@ -146,6 +163,7 @@ class BucketPlan:
         decode_context_length_buckets: Sequence[int] | None = None,
         max_prefill_seqs: int | None = None,
         token_multiple: int = 1,
+        pooling: bool = False,
     ) -> BucketPlan:
         """The plan for a server's limits; lists left out become default ones (see ``docs/buckets.md``).
 
@@ -162,8 +180,10 @@ class BucketPlan:
         if prefill_buckets is None:
             prefill_buckets = _default_prefill(max_model_len, max_num_batched_tokens, token_multiple)
         if decode_buckets is None:
-            decode_buckets = _default_decode(max_num_seqs)
-        if decode_context_length_buckets is None:
+            decode_buckets = () if pooling else _default_decode(max_num_seqs)
+        if decode_context_length_buckets is None and pooling:
+            decode_context_length_buckets = ()
+        elif decode_context_length_buckets is None:
             decode_context_length_buckets = _default_contexts(max_model_len, block_size, len(decode_buckets))
         return cls(
             block_size=block_size,
@@ -177,6 +197,7 @@ class BucketPlan:
             ),
             token_multiple=token_multiple,
             decode_contexts=tuple(decode_context_length_buckets),
+            pooling=pooling,
         )
 
     @property
@@ -225,15 +246,16 @@ class BucketPlan:
 
     def all(self) -> tuple[Bucket, ...]:
         """Every bucket once, the one with most tokens first, so that the longest compile starts first."""
-        buckets = (*self._prefill, *self._decode, self.logits())
+        others = () if self.pooling else (*self._decode, self.logits())
+        buckets = (*self._prefill, *others)
         return tuple(sorted(buckets, key=lambda b: (-b.num_tokens, b.phase.value, -b.context_len)))
 
     @cached_property
     def _prefill(self) -> tuple[Bucket, ...]:
         """The prefill buckets, the cheapest first."""
+        phase = Phase.EMBED if self.pooling else Phase.PREFILL
         return _by_cost(
-            Bucket(Phase.PREFILL, size, self.max_prefill_seqs, self.context_len)
-            for size in self.prefill_tokens
+            Bucket(phase, size, self.max_prefill_seqs, self.context_len) for size in self.prefill_tokens
         )
 
     @cached_property

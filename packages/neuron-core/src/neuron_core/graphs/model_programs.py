@@ -11,6 +11,7 @@ from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
 from neuron_core.graphs.build import Specs
 from neuron_core.graphs.program import Program, TensorSpec
 from neuron_core.kv.layout import KVLayout
+from neuron_core.prompt_embeds import only_tokens, prompt_embed_specs
 from neuron_core.protocols import StaticModel
 from neuron_core.step import StepInput
 from neuron_core.token_mask import ALLOWED_TOKENS, allow_everything, mask_shape
@@ -21,8 +22,11 @@ HIDDEN_STATES = "hidden_states"
 
 
 def variants(bucket: Bucket) -> tuple[str, ...]:
-    """The programs of a bucket: tokens alone and tokens with logits, or logits of given hidden states."""
-    return ("logits",) if bucket.phase is Phase.LOGITS else ("greedy", "sample")
+    """The programs of a bucket: tokens alone and tokens with logits, logits of given hidden states, or hidden states
+    alone.
+    """
+    alone = {Phase.LOGITS: ("logits",), Phase.EMBED: ("hidden",)}
+    return alone.get(bucket.phase, ("greedy", "sample"))
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,12 @@ class ModelPrograms:
         if bucket.phase is Phase.LOGITS:
             return {HIDDEN_STATES: ((bucket.num_tokens, self.model.hidden_size), self.model.dtype)}
         kv = {f"kv.{index}": self._kv(layout) for index, layout in enumerate(self.model.kv_layouts)}
+        step = StepInput.specs(bucket, self.plan.block_size)
+        if bucket.phase is Phase.EMBED:
+            return {**step, **kv}
         mask = {ALLOWED_TOKENS: (mask_shape(bucket.num_seqs, self.model.vocab_size), torch.int32)}
-        return {**StepInput.specs(bucket, self.plan.block_size), **mask, **kv}
+        embeds = prompt_embed_specs(bucket.num_tokens, self.model)
+        return {**step, **mask, **embeds, **kv}
 
     def padding(self, bucket: Bucket, rank: int = 0) -> dict[str, torch.Tensor]:
         """Every input but the cache, for a step without a token."""
@@ -56,7 +64,10 @@ class ModelPrograms:
                 HIDDEN_STATES: torch.zeros(bucket.num_tokens, self.model.hidden_size, dtype=self.model.dtype)
             }
         step = StepInput.padding(bucket, self.plan.block_size, rank).as_values()
-        return {**step, ALLOWED_TOKENS: allow_everything(bucket.num_seqs, self.model.vocab_size)}
+        if bucket.phase is Phase.EMBED:
+            return step
+        mask = {ALLOWED_TOKENS: allow_everything(bucket.num_seqs, self.model.vocab_size)}
+        return {**step, **mask, **only_tokens(bucket.num_tokens, self.model)}
 
     def _kv(self, layout: KVLayout) -> TensorSpec:
         return TensorSpec.contiguous(layout.shape(self.num_blocks), layout.dtype)

@@ -17,12 +17,13 @@ from neuron_core.graphs.cache import CompileCache
 from neuron_core.graphs.compilers import compiler_named
 from neuron_core.graphs.model_programs import ModelPrograms, variants
 from neuron_core.protocols import StaticModel
-from neuron_models import build_model
 from neuron_models.aot import CPU_TARGET, ModelWorker
 from neuron_models.attention import fit_to_chip
+from neuron_models.pooling import build_model_for
 from neuron_parallel import ParallelGroups
 from vllm_neuron.ahead import model_compile
 from vllm_neuron.checks import kv_dtype
+from vllm_neuron.config import bucket_plan
 from vllm_neuron.platform import discovered
 from vllm_neuron.start_estimate import StartEstimates
 
@@ -49,14 +50,15 @@ def start_estimates(vllm_config: VllmConfig) -> StartEstimates:
 
 def _model(vllm_config: VllmConfig, device: Device, groups: ParallelGroups) -> StaticModel:
     config = vllm_config.model_config
-    model = build_model(
+    model = build_model_for(
+        bucket_plan(vllm_config),
         config.hf_text_config,
         dtype=config.dtype,
         groups=groups,
-        block_size=vllm_config.cache_config.block_size,
         kv_dtype=kv_dtype(vllm_config),
+        prompt_embeds=config.enable_prompt_embeds,
     )
-    if {layout.dtype for layout in model.kv_layouts} != {kv_dtype(vllm_config)}:
+    if any(layout.dtype != kv_dtype(vllm_config) for layout in model.kv_layouts):
         hint = f"{type(model).__name__} has no cache of that type; use auto"
         raise ConfigError("--kv-cache-dtype", vllm_config.cache_config.cache_dtype, hint)
     fit_to_chip(cast(nn.Module, model), device.chip)

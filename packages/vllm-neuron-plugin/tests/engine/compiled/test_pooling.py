@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings of real engines against transformers in fp32: any batch, any order, whole prompts and chunks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm import PoolingParams
+
+from neuron_core.graphs.buckets import Phase
+
+POOLING: dict[str, Any] = {
+    "runner": "pooling",
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "num_gpu_blocks_override": 200,
+}
+CHUNKS = {
+    "max_num_batched_tokens": 96,
+    "additional_config": {"neuron_config": {"prefill_buckets": [32, 96], "max_prefill_seqs": 6}},
+}
+WHOLE = {
+    "max_num_batched_tokens": 256,
+    "additional_config": {"neuron_config": {"prefill_buckets": [64, 256], "max_prefill_seqs": 6}},
+}
+EMBED = PoolingParams(task="embed")
+HIDDEN = 64
+
+
+def write(model: Any, folder: Path, tokenizer: Path) -> Path:
+    """Save a model with another's tokenizer, which vLLM wants of a pooling model even where nothing is text."""
+    vary_norms(model)
+    model.save_pretrained(folder)
+    for file in tokenizer.glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def vary_norms(model: Any) -> None:
+    """All ones would hide a norm that is left out."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name.lower():
+                parameter.uniform_(0.5, 1.5)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """A random decoder in the form of an embedding checkpoint: no head, Matryoshka dimensions allowed."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    torch.manual_seed(2)
+    config = Qwen3Config(
+        vocab_size=256,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        is_matryoshka=True,
+    )
+    model = Qwen3Model(config).float()
+    return write(model, tmp_path_factory.mktemp("qwen3-embedding"), tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=256,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    model = BertModel(config).float()
+    return write(model, tmp_path_factory.mktemp("bert"), tiny_llama)
+
+
+@torch.no_grad()
+def hidden_of(folder: Path, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """transformers' last hidden states of each text by itself."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    return [model(torch.tensor([list(text)])).last_hidden_state[0] for text in texts]
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / x.square().sum().sqrt()
+
+
+def embed(engine: Any, texts: Sequence[Sequence[int]], params: Any = EMBED, **how: Any) -> list[Tensor]:
+    return [output.outputs.data for output in engine.run(texts, params, **how)]
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def texts(make_prompts: Any) -> list[list[int]]:
+    return [[7], [9] * 256, *make_prompts(26, 256, seed=11)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def decoder(request: pytest.FixtureRequest, engines: Any, qwen3: Path) -> Any:
+    return engines(qwen3, **POOLING, **CHUNKS, async_scheduling=request.param)
+
+
+@pytest.mark.supports("pooling models", model="qwen3")
+def test_last_token_embeddings_are_those_of_transformers(decoder, qwen3, texts):
+    expected = [unit(hidden[-1]) for hidden in hidden_of(qwen3, texts)]
+    assert_same(embed(decoder, texts), expected)
+    assert_same(embed(decoder, texts[::-1], arrive=1), expected[::-1])
+
+
+def test_a_text_alone_and_in_any_batch(decoder, texts):
+    together = embed(decoder, texts)
+    alone = [embed(decoder, [text])[0] for text in texts[:8]]
+    assert_same(alone, together[:8])
+
+
+def test_dimensions_and_normalisation_are_each_requests_own(decoder, qwen3, texts):
+    some = texts[:6]
+    params = [
+        EMBED,
+        PoolingParams(task="embed", dimensions=16),
+        PoolingParams(task="embed", use_activation=False),
+        PoolingParams(task="embed", dimensions=5, use_activation=False),
+        PoolingParams(task="embed", dimensions=HIDDEN),
+        EMBED,
+    ]
+    last = [hidden[-1] for hidden in hidden_of(qwen3, some)]
+    expected = [unit(last[0]), unit(last[1][:16]), last[2], last[3][:5], unit(last[4]), unit(last[5])]
+    found = embed(decoder, some, params)
+    assert [len(row) for row in found] == [HIDDEN, 16, HIDDEN, 5, HIDDEN, HIDDEN]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prefix_hit_changes_nothing(decoder, texts):
+    first = embed(decoder, [texts[1]])
+    decoder.engine.reset_prefix_cache()
+    cached_before = embed(decoder, [texts[1][:160]])
+    (output,) = decoder.run([texts[1]], EMBED)
+    assert output.num_cached_tokens >= 144
+    assert_same([output.outputs.data], first)
+    assert_same(embed(decoder, [texts[1][:160]]), cached_before)
+
+
+def test_a_preempted_text_is_computed_again(decoder, texts):
+    expected = embed(decoder, [texts[1]])
+    decoder.engine.reset_prefix_cache()
+    name = decoder.add(texts[1], EMBED)
+    assert not any(output.finished for output in decoder.step().values())
+    preempted = decoder.preemptions
+    assert decoder.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert decoder.preemptions == preempted + 1
+    finished = {}
+    while name not in finished:
+        finished |= {key: output for key, output in decoder.step().items() if output.finished}
+    assert_same([finished[name].outputs.data], expected)
+
+
+def test_only_graphs_that_embed_are_compiled(decoder, texts):
+    programs = decoder.runner.executor._programs
+    assert {(bucket.phase, bucket.num_tokens, variant) for bucket, variant in programs} == {
+        (Phase.EMBED, 32, "hidden"),
+        (Phase.EMBED, 96, "hidden"),
+    }
+    before = decoder.graph_counts()
+    embed(decoder, texts)
+    assert decoder.graph_counts() == before
+
+
+POOLED = {"CLS": lambda hidden: hidden[0], "MEAN": lambda hidden: hidden.mean(0)}
+
+
+@pytest.fixture(scope="module", params=[("MEAN", False), ("CLS", True)], ids=["mean-sync", "cls-async"])
+def encoder(request: pytest.FixtureRequest, engines: Any, bert: Path) -> tuple[Any, Any]:
+    kind, overlap = request.param
+    settings = {"pooler_config": {"pooling_type": kind}, "async_scheduling": overlap}
+    return engines(bert, **POOLING, **WHOLE, **settings), POOLED[kind]
+
+
+@pytest.mark.supports("pooling models", model="bert")
+def test_encoder_embeddings_are_those_of_transformers(encoder, bert, texts):
+    engine, pool = encoder
+    expected = [unit(pool(hidden)) for hidden in hidden_of(bert, texts)]
+    assert_same(embed(engine, texts), expected)
+    assert_same(embed(engine, texts[::-1], arrive=1), expected[::-1])
+    assert_same([embed(engine, [text])[0] for text in texts[:6]], expected[:6])
+
+
+def test_an_encoder_keeps_no_cache_and_compiles_nothing_later(encoder, texts):
+    engine, _ = encoder
+    assert engine.runner.executor.kv_tensors == ()
+    before = engine.graph_counts()
+    embed(engine, texts)
+    assert engine.graph_counts() == before
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen3", "bert"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_two_ranks_give_the_same_embeddings(request, engines, texts, family, overlap):
+    folder = request.getfixturevalue(family)
+    shapes = CHUNKS if family == "qwen3" else WHOLE
+    engine = engines(folder, **POOLING, **shapes, tensor_parallel_size=2, async_scheduling=overlap)
+    pool = -1 if family == "qwen3" else 0
+    assert_same(embed(engine, texts), [unit(hidden[pool]) for hidden in hidden_of(folder, texts)])
