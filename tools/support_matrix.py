@@ -18,7 +18,7 @@ from devtools.places import ROOT
 
 DATA = ROOT / "packages/vllm-neuron-plugin/src/vllm_neuron/cli/support.json"
 PAGE = ROOT / "docs/support.md"
-MODELS = {"llama": "Llama", "qwen3": "Qwen3", "any": "without a model"}
+MODELS = {"llama": "Llama", "qwen3": "Qwen3", "bert": "BERT", "any": "without a model"}
 NOT_ON_HARDWARE = "not run on hardware"
 
 FEATURES = {
@@ -32,6 +32,7 @@ FEATURES = {
         "LoRA",
         "multimodal models",
         "pooling models",
+        "classification models",
     ),
     "scheduling and memory": (
         "continuous batching",
@@ -73,7 +74,9 @@ FEATURES = {
     "serving": (
         "chat completions",
         "streaming",
+        "tool calls",
         "metrics",
+        "profiling",
         "ahead-of-time compilation",
         "nothing compiled after ready",
     ),
@@ -84,7 +87,7 @@ REFUSED_BY = {
     "quantised weights": "--quantization",
     "LoRA": "--enable-lora",
     "multimodal models": "--model",
-    "pooling models": "--runner",
+    "classification models": "--convert",
     "speculative decoding": "--speculative-config",
     "sleep mode": "--enable-sleep-mode",
     "weight offloading": "--cpu-offload-gb",
@@ -93,9 +96,7 @@ REFUSED_BY = {
     "data parallelism": "--data-parallel-size",
     "expert parallelism": "--enable-expert-parallel",
     "prefill/decode disaggregation": "--kv-transfer-config",
-    "structured outputs": "structured_outputs",
     "thinking budget": "thinking_token_budget",
-    "prompt embeddings": "--enable-prompt-embeds",
     "custom logits processors": "--logits-processors",
 }
 """The setting or request parameter that is refused while a feature is missing; without it the feature needs tests."""

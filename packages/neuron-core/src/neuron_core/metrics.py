@@ -133,7 +133,11 @@ class NeuronMetrics:
         for phase, spent in phases.items():
             self._collectors.startup_phase_seconds.labels(model_name, phase, rank_id).set(spent)
         collectors = self._collectors
-        for collector in (collectors.async_steps, collectors.sync_fallback_steps, collectors.host_gap_seconds):
+        for collector in (
+            collectors.async_steps,
+            collectors.sync_fallback_steps,
+            collectors.host_gap_seconds,
+        ):
             collector.labels(*self._rank)  # a rate needs the zero before the first step
 
     def preempted(self, count: int = 1) -> None:

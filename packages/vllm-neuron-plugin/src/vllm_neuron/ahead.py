@@ -83,6 +83,7 @@ def model_compile(
         jobs=max(1, len(ALLOWED_CPUS) // jobs),
         retry_failed=retry_failed,
         kv_dtype=kv_dtype(vllm_config),
+        prompt_embeds=model.enable_prompt_embeds,
     )
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.logger import init_logger
 
+from neuron_core.environ import export
 from neuron_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["SCHEDULER", "WORKER", "install_classes", "turn_off_compilation"]
+__all__ = ["SCHEDULER", "WORKER", "install_classes", "limit_payloads", "turn_off_compilation"]
 
 logger = init_logger(f"vllm.{__name__}")
 
 WORKER = "vllm_neuron.worker.NeuronWorker"
 SCHEDULER = "vllm_neuron.scheduler.NeuronScheduler"
+
+PAYLOAD_LIMIT = "VLLM_MAX_EMBED_DECODE_BYTES"
+WIDEST_FLOAT_BYTES = 8
 
 
 def turn_off_compilation(vllm_config: VllmConfig) -> None:
@@ -57,6 +62,17 @@ def install_classes(vllm_config: VllmConfig) -> None:
         raise ConfigError("--scheduler-cls", chosen, f"must be a subclass of {SCHEDULER}, or left out")
     if chosen is None:
         scheduler.scheduler_cls = SCHEDULER
+
+
+def limit_payloads(vllm_config: VllmConfig) -> None:
+    """Let no payload with prompt embeddings unpack to more than the longest prompt has, in the widest float.
+
+    Unless the user set ``VLLM_MAX_EMBED_DECODE_BYTES``, vLLM allows 2 GiB for each, whatever the model.
+    """
+    model = vllm_config.model_config
+    if model.enable_prompt_embeds and not envs.is_set(PAYLOAD_LIMIT):
+        most = model.max_model_len * model.get_hidden_size() * WIDEST_FLOAT_BYTES
+        export({PAYLOAD_LIMIT: str(min(most, envs.VLLM_MAX_EMBED_DECODE_BYTES))})
 
 
 def _is_our_scheduler(chosen: object) -> bool:

@@ -41,6 +41,7 @@ class EngineRecord:
     decode_buckets: tuple[int, ...]
     decode_context_length_buckets: tuple[int, ...]
     max_prefill_seqs: int
+    enable_prompt_embeds: bool
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> EngineRecord:
@@ -63,6 +64,7 @@ class EngineRecord:
             decode_buckets=tuple(plan.decode_seqs),
             decode_context_length_buckets=tuple(plan.decode_contexts),
             max_prefill_seqs=plan.max_prefill_seqs,
+            enable_prompt_embeds=model.enable_prompt_embeds,
         )
 
     def write(self, cache_dir: Path) -> None:

@@ -84,6 +84,52 @@ def _default_async_scheduling() -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
+def _check_prompt_embeds() -> None:
+    from vllm.renderers.base import BaseRenderer
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_neuron.prompt_admission import admit_embeds
+
+    render, validate = BaseRenderer._process_embeds, InputProcessor._validate_model_input
+    if hasattr(render, "__wrapped__"):
+        return
+
+    # Where a stream can still be answered with a status,
+    @functools.wraps(render)
+    def _process_embeds(self: Any, prompt: Any) -> Any:
+        rendered = render(self, prompt)
+        rendered["prompt_embeds"] = admit_embeds(rendered, self.model_config)
+        return rendered
+
+    # and where prompts that were rendered elsewhere come in.
+    @functools.wraps(validate)
+    def _validate_model_input(self: Any, prompt_input: Any, prompt_type: Any) -> None:
+        validate(self, prompt_input, prompt_type)
+        if prompt_input["type"] == "embeds":
+            prompt_input["prompt_embeds"] = admit_embeds(prompt_input, self.model_config)
+
+    BaseRenderer._process_embeds = _process_embeds
+    InputProcessor._validate_model_input = _validate_model_input
+
+
+def _check_payload_layout() -> None:
+    from vllm.renderers import embed_utils
+
+    from vllm_neuron.prompt_admission import check_layout
+
+    original = embed_utils.safe_to_dense
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def safe_to_dense(tensor: Any, *, parameter: str) -> torch.Tensor:
+        check_layout(tensor, parameter)
+        dense: torch.Tensor = original(tensor, parameter=parameter)
+        return dense
+
+    embed_utils.safe_to_dense = safe_to_dense
+
+
 PATCHES = (
     Patch(
         what=f"the environment variable {MODEL_RUNNER_VARIABLE} is set to 0",
@@ -109,6 +155,19 @@ PATCHES = (
         why="by the time a platform hook sees the setting, vLLM's default and a user's choice look the same",
         remove_when="a platform hook runs before vLLM decides async_scheduling",
         apply=_default_async_scheduling,
+    ),
+    Patch(
+        what="vLLM's renderers and InputProcessor check prompt embeddings and bring them into the model's type",
+        why="vLLM checks width and type in its HTTP front end alone and values nowhere, and "
+        "Platform.validate_request is not told which model a request is for",
+        remove_when="vLLM checks embeddings of every front end, and keys cached blocks by where tokens are",
+        apply=_check_prompt_embeds,
+    ),
+    Patch(
+        what="a payload of embeddings that holds a nested tensor or one without memory is refused",
+        why="vLLM answers HTTP 500 or 501 to what is the client's mistake",
+        remove_when="vllm.utils.sparse_utils.safe_to_dense refuses them",
+        apply=_check_payload_layout,
     ),
 )
 

@@ -7,9 +7,8 @@ import pytest
 from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
-from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_neuron.admission import HONOURED, REFUSED
+from vllm_neuron.admission import HONOURED, POOLING_HONOURED, POOLING_REFUSED, REFUSED
 
 
 def test_every_field_of_vllm_is_in_exactly_one_table():
@@ -24,7 +23,6 @@ def test_a_plain_request_passes():
 
 
 ASKED = {
-    "structured_outputs": StructuredOutputsParams(json_object=True),
     "thinking_token_budget": 0,
     "watermarking": True,
     "logprob_token_ids": [1, 2],
@@ -88,6 +86,32 @@ def test_prompt_logprobs_cannot_be_read_from_the_prefix_cache():
     current_platform.validate_request({}, SamplingParams(skip_reading_prefix_cache=False))
 
 
-def test_pooling_requests_are_refused():
-    with pytest.raises(VLLMValidationError, match="generates text"):
-        current_platform.validate_request({}, PoolingParams(task="embed"))
+def test_every_field_of_a_pooling_request_is_in_exactly_one_table():
+    assert set(PoolingParams.__struct_fields__) == POOLING_HONOURED.keys() | POOLING_REFUSED.keys()
+    assert not POOLING_HONOURED.keys() & POOLING_REFUSED.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("task", "classify"),
+        ("task", "token_embed"),
+        ("task", "plugin"),
+        ("step_tag_id", 1),
+        ("returned_token_ids", [1]),
+        ("late_interaction_params", object()),
+        ("extra_kwargs", {"a": 1}),
+    ],
+)
+def test_a_pooling_request_for_more_than_an_embedding_is_refused(name, value):
+    params = PoolingParams(task="embed")
+    current_platform.validate_request({}, params)
+    setattr(params, name, value)
+    with pytest.raises(VLLMValidationError) as caught:
+        current_platform.validate_request({}, params)
+    assert caught.value.parameter == name
+
+
+def test_parameters_of_an_embedding_pass():
+    for params in ({"dimensions": 8}, {"use_activation": False}, {"skip_reading_prefix_cache": True}):
+        current_platform.validate_request({}, PoolingParams(task="embed", **params))

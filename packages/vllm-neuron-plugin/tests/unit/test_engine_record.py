@@ -29,6 +29,12 @@ def test_a_record_is_of_the_lists_worked_out_and_not_of_what_was_written(make_co
     )
 
 
+def test_graphs_without_prompt_embeddings_are_refused_by_name(make_config, tmp_path):
+    EngineRecord.of(make_config()).write(tmp_path)
+    with pytest.raises(ConfigError, match=r"enable_prompt_embeds=True: .* use False"):
+        require_engine(make_config(enable_prompt_embeds=True), tmp_path)
+
+
 def test_another_cache_type_is_refused_with_both(make_config, tmp_path):
     EngineRecord.of(make_config()).write(tmp_path)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='torch.float8_e4m3fn': .* use 'torch\.\w+'"):

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import _ModelRegistry
+from vllm.renderers import embed_utils
+from vllm.renderers.base import BaseRenderer
+from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_neuron
 from vllm_neuron.patches import PATCHES, apply_patches
@@ -18,11 +21,21 @@ def test_each_entry_says_what_why_and_until_when():
         assert patch.what and patch.why and patch.remove_when
 
 
+def _patched() -> tuple[object, ...]:
+    return (
+        EngineArgs.create_engine_config,
+        _ModelRegistry.inspect_model_cls,
+        InputProcessor._validate_model_input,
+        BaseRenderer._process_embeds,
+        embed_utils.safe_to_dense,
+    )
+
+
 def test_applying_twice_wraps_once():
     apply_patches()
-    before = (EngineArgs.create_engine_config, _ModelRegistry.inspect_model_cls)
+    before = _patched()
     apply_patches()
-    assert before == (EngineArgs.create_engine_config, _ModelRegistry.inspect_model_cls)
+    assert before == _patched()
     assert not hasattr(EngineArgs.create_engine_config.__wrapped__, "__wrapped__")
 
 

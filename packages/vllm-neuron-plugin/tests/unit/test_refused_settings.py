@@ -49,8 +49,15 @@ REFUSED = [
     ({"prefix_cache_retention_interval": 64}, "--prefix-cache-retention-interval=64: for sliding-window"),
     ({"safetensors_load_strategy": "eager"}, "--safetensors-load-strategy='eager'"),
     ({"model_loader_extra_config": {"x": 1}}, "--model-loader-extra-config="),
-    ({"enable_prompt_embeds": True}, "--enable-prompt-embeds=True: not supported; leave it off"),
-    ({"runner": "pooling"}, "--runner='pooling': only text generation is supported"),
+    (
+        {"enable_prompt_embeds": True, "runner": "pooling"},
+        "--enable-prompt-embeds='pooling': only prompts of text generation",
+    ),
+    ({"runner": "draft"}, "--runner='draft': not supported; use generate, or pooling for embeddings"),
+    (
+        {"runner": "pooling", "convert": "classify"},
+        "--convert='classify': classifying and cross-encoders",
+    ),
     ({"dtype": "float16"}, "--dtype='float16': not supported; use bfloat16 or float32"),
     ({"block_size": 24}, "--block-size=24: must be a multiple of 16; 16 and 32 work"),
     ({"block_size": 8}, "--block-size=8: must be a multiple of 16; 16 and 32 work"),
@@ -59,6 +66,24 @@ REFUSED = [
     (
         {"logprobs_mode": "processed_logprobs"},
         "--logprobs-mode='processed_logprobs': not supported; use raw_logprobs or raw_logits",
+    ),
+    (
+        {"profiler_config": {"profiler": "cuda"}},
+        "--profiler-config.profiler='cuda': needs a GPU; use torch",
+    ),
+    (
+        {"profiler_config": {"profiler": "torch", "torch_profiler_dir": "s3://team/traces"}},
+        "--profiler-config.torch_profiler_dir='s3://team/traces': must be a folder of this host",
+    ),
+    (
+        {
+            "profiler_config": {
+                "profiler": "torch",
+                "torch_profiler_dir": "traces",
+                "torch_profiler_activities": ["CUDA"],
+            }
+        },
+        "--profiler-config.torch_profiler_activities=['CUDA']: torch sees no other device",
     ),
     ({"logits_processors": ["some.module:Processor"]}, "--logits-processors"),
     ({"worker_cls": "some.Worker"}, "--worker-cls='some.Worker': not supported; leave it out"),

@@ -39,6 +39,9 @@ CALLED = (
     "vllm.v1.core.sched.scheduler.Scheduler._handle_blocked_waiting_request",
     "vllm.v1.core.sched.scheduler.Scheduler._preempt_request",
     "vllm.v1.core.sched.scheduler.Scheduler.__init__",
+    "vllm.renderers.base.BaseRenderer._process_embeds",
+    "vllm.renderers.embed_utils.safe_to_dense",
+    "vllm.v1.engine.input_processor.InputProcessor._validate_model_input",
     "vllm.v1.executor.abstract.Executor.collective_rpc",
 )
 

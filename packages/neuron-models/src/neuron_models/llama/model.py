@@ -19,7 +19,7 @@ from neuron_models.config import ConfigRules
 from neuron_models.kv_scales import SCALE_NAMES
 from neuron_models.layers import GatedMLP, PagedContext, RMSNorm
 from neuron_models.llama.config import RULES, LlamaSpec
-from neuron_models.program import EmbeddingPart, decoder_program
+from neuron_models.program import EmbeddingPart, MixedEmbeddingPart, decoder_program
 from neuron_models.rope import RotaryTable, check_rope
 from neuron_parallel import (
     ParallelGroup,
@@ -119,6 +119,8 @@ class LlamaForCausalLM(nn.Module):
     """
 
     kv_layouts: tuple[KVLayout, ...]
+    takes_prompt_embeds: bool = False
+    """Whether the programs take embeddings beside token ids; set before the first is asked for."""
 
     def __init__(
         self,
@@ -170,10 +172,11 @@ class LlamaForCausalLM(nn.Module):
 
     def program(self, bucket: Bucket, variant: str) -> Program:
         """See `decoder_program`."""
+        embedding = MixedEmbeddingPart if self.takes_prompt_embeds else EmbeddingPart
         return decoder_program(
             bucket,
             variant,
-            embedding=EmbeddingPart(self.model.embed_tokens, self.rotary),
+            embedding=embedding(self.model.embed_tokens, self.rotary),
             layers=self.model.layers,
             norm=self.model.norm,
             lm_head=self.lm_head,

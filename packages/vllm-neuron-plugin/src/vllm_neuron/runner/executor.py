@@ -16,6 +16,7 @@ from neuron_core.graphs.compiled import CompiledProgram
 from neuron_core.graphs.model_programs import HIDDEN_STATES, ModelPrograms
 from neuron_core.graphs.program import Program
 from neuron_core.kv.layout import KVLayout
+from neuron_core.prompt_embeds import only_tokens
 from neuron_core.protocols import StaticModel
 from neuron_core.token_mask import allow_everything
 from vllm_neuron.startup_times import StartupTimes
@@ -34,6 +35,7 @@ class GraphExecutor:
         self.rank = rank
         self._kv: dict[str, Tensor] = {}
         self._everything: dict[int, Tensor] = {}
+        self._only_tokens: dict[int, dict[str, Tensor]] = {}
         self._programs: dict[tuple[Bucket, str], CompiledProgram] = {}
 
     def allocate(self, layouts: Sequence[KVLayout], num_blocks: int, device: torch.device) -> None:
@@ -96,6 +98,15 @@ class GraphExecutor:
             self._everything[num_seqs] = allow_everything(num_seqs, self.model.vocab_size)
         return self._everything[num_seqs]
 
+    def only_tokens(self, num_tokens: int) -> dict[str, Tensor]:
+        """What a step of ``num_tokens`` without embeddings gives a model that takes them, and any other nothing.
+
+        The same tensors each time, which nobody may change.
+        """
+        if num_tokens not in self._only_tokens:
+            self._only_tokens[num_tokens] = only_tokens(num_tokens, self.model)
+        return self._only_tokens[num_tokens]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, V]`` float32 logits of any number of final hidden states ``[n, H]``."""
         bucket = self.plan.logits()
@@ -107,7 +118,8 @@ class GraphExecutor:
         return torch.cat(found)
 
     def _programs_of_model(self) -> ModelPrograms:
-        return ModelPrograms(self.model, self.plan, len(next(iter(self._kv.values()))))
+        num_blocks = len(self.kv_tensors[0]) if self._kv else 0
+        return ModelPrograms(self.model, self.plan, num_blocks)
 
     def _warm(self, bucket: Bucket, parts: Program, program: CompiledProgram, warmed: set[str]) -> None:
         """Run the program's graphs that are not in ``warmed`` yet, on what padding alone would give them.

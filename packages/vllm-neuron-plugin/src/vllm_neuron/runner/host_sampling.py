@@ -30,6 +30,7 @@ class HostRow:
     row: int
     params: SamplingParams
     prompt_ids: NDArray[np.int32]
+    """Of the prompt's tokens: penalties count no embedding."""
     output_ids: list[int]
     """The last may be ``UNKNOWN``: then the step before draws it."""
     earlier_row: int | None = None
@@ -53,7 +54,7 @@ def host_rows(
         output_ids = table.output_ids(request)
         in_flight = bool(output_ids) and output_ids[-1] == UNKNOWN
         earlier_row = row_of[request] if in_flight else None
-        found.append(HostRow(row, request.sampling, request.prompt_ids, output_ids, earlier_row))
+        found.append(HostRow(row, request.sampling, request.prompt_tokens, output_ids, earlier_row))
     return tuple(found)
 
 

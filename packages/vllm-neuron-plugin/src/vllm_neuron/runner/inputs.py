@@ -46,7 +46,7 @@ def make_batch(
     draws = reach >= table.num_tokens[rows]
     total = sum(counts)
     # One token of each request is a decode step to the graphs, whether the token was drawn or is a prompt's last.
-    is_decode = total == len(rows)
+    is_decode = total == len(rows) and not plan.pooling
     bucket = plan.decode(len(rows), int(reach.max())) if is_decode else plan.prefill(total, len(rows))
     starts = np.concatenate(([0], np.cumsum(counts)))
     return Batch(bucket, tuple(requests), tuple(counts), starts, tuple(draws.tolist()))

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors
 
 from neuron_core.kv.slots import NO_BLOCK
+from vllm_neuron.runner.prompt_embeds import PromptEmbeds, read_prompt
 from vllm_neuron.runner.randomness import request_seed
 
 _GREEDY_BELOW = 1e-5  # vLLM's own limit
@@ -33,6 +35,10 @@ class Request:
     row: int
     prompt_ids: NDArray[np.int32] = field(repr=False)
     sampling: SamplingParams
+    embeds: PromptEmbeds | None = field(default=None, repr=False)
+    """What of the prompt is given as embeddings; its ``prompt_ids`` say nothing there."""
+    pooling: PoolingParams | None = None
+    """How a text is embedded; then no token is drawn, and ``sampling`` says nothing."""
     num_blocks: int = 0
     prompt_logprobs: LogprobsTensors | None = field(default=None, repr=False)
     """What has been scored of the prompt; belongs to the stream that runs the steps."""
@@ -43,6 +49,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.prompt_ids)
+
+    @property
+    def prompt_tokens(self) -> NDArray[np.int32]:
+        """The ids of the prompt's tokens, in order; an embedding is none."""
+        return self.prompt_ids if self.embeds is None else self.prompt_ids[self.embeds.is_token]
 
     @property
     def on_host(self) -> bool:
@@ -136,12 +147,13 @@ class RequestTable:
         return ids
 
     def _add(self, new: NewRequestData) -> None:
-        if new.prompt_token_ids is None or new.sampling_params is None:
-            raise ValueError(f"request {new.req_id} has no prompt tokens or no sampling parameters")
+        if new.sampling_params is None and new.pooling_params is None:
+            raise ValueError(f"request {new.req_id} has no sampling parameters")
         if not self._free:
             self._make_rows(2 * len(self.token_ids))
-        params = new.sampling_params
-        request = Request(new.req_id, self._free.pop(), np.array(new.prompt_token_ids, np.int32), params)
+        params = new.sampling_params or SamplingParams()
+        prompt_ids, embeds = read_prompt(new)
+        request = Request(new.req_id, self._free.pop(), prompt_ids, params, embeds, new.pooling_params)
         request.wants_prompt_logprobs = params.prompt_logprobs is not None
         self.requests[new.req_id] = request
         row = request.row
@@ -153,7 +165,7 @@ class RequestTable:
         self.top_p[row], self.min_p[row] = params.top_p, params.min_p
         seed = request_seed(new.req_id, self.engine_seed) if params.seed is None else params.seed
         self.seed[row] = seed & 0xFFFFFFFFFFFFFFFF
-        self._set_blocks(request, new.block_ids[0])
+        self._set_blocks(request, new.block_ids[0] if new.block_ids else ())
 
     def _advance(self, cached: CachedRequestData) -> None:
         for index, request_id in enumerate(cached.req_ids):
@@ -167,7 +179,7 @@ class RequestTable:
 
     def _restart(self, old: Request, token_ids: list[int], block_ids: Iterable[int]) -> None:
         """A token in flight when vLLM forced the preemption was drawn here and dropped there."""
-        request = Request(old.request_id, old.row, old.prompt_ids, old.sampling)
+        request = Request(old.request_id, old.row, old.prompt_ids, old.sampling, old.embeds, old.pooling)
         nothing_was_read = len(token_ids) <= request.num_prompt_tokens
         request.wants_prompt_logprobs = request.sampling.prompt_logprobs is not None and nothing_was_read
         self.requests[request.request_id] = request

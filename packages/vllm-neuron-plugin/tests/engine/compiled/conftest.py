@@ -80,15 +80,16 @@ class Engine:
         """Per rank: graphs captured, compiled and loaded since the start."""
         return self.core.model_executor.collective_rpc(_graph_counts)
 
-    def add(self, prompt: Prompt, params: Any) -> str:
-        """Queue a request, to be put out once and whole, and return its id."""
+    def add(self, prompt: Prompt | dict[str, Any], params: Any) -> str:
+        """Queue a request, to be put out once and whole, and return its id; its prompt is token ids or vLLM's own."""
         from vllm.sampling_params import RequestOutputKind
 
         request_id = f"r{self._count}"
         self._count += 1
         params = params.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        self.engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+        asked = prompt if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
+        self.engine.add_request(request_id, asked, params)
         return request_id
 
     def step(self) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def make(engines: Callable[..., Any], tiny_llama: Path) -> Callable[[bool, int],
     return make
 
 
+@pytest.mark.supports("asynchronous scheduling", model="llama")
 @pytest.mark.parametrize(
     ("blocks", "arrive"), [(80, 0), (80, 3), (16, 0)], ids=["together", "staggered", "preemption"]
 )

@@ -43,6 +43,7 @@ def shown(smollm2: Path, graph_cache: Path) -> dict[str, Any]:
     return document(run("-m", "vllm_neuron.cli", "demo", "--model", smollm2, "--json", cache=graph_cache))
 
 
+@pytest.mark.nightly
 def test_the_demo_answers_and_its_figures_are_those_of_the_text(shown, smollm2):
     from transformers import AutoTokenizer
 
@@ -62,6 +63,7 @@ def test_the_demo_answers_and_its_figures_are_those_of_the_text(shown, smollm2):
     assert first["first_token_s"] > 0 and first["tokens_per_s"] > 0
 
 
+@pytest.mark.nightly
 def test_the_configuration_knows_which_buckets_a_server_would_find(shown, smollm2, engine_environment):
     """As the demo's engine, and three requests at once, which it had no bucket for."""
     from vllm_neuron.cli.arguments import engine_config

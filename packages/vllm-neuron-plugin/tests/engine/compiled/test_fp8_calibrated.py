@@ -80,6 +80,7 @@ def prompt_log_probs(engine: Any) -> torch.Tensor:
     return torch.tensor([entry[token].logprob for entry, token in pairs])
 
 
+@pytest.mark.nightly
 def test_an_engine_loads_the_file_by_itself_or_by_name_and_answers_nearer(engines, model):
     unscaled = start(engines, model)
     assert all(bool((scale == 1.0).all()) for scale in scales_of(unscaled).values())

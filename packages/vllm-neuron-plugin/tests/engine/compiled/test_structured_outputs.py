@@ -248,7 +248,10 @@ def test_a_later_grammar_that_needs_another_backend_ends_nothing(engines, smollm
     assert engine.tokens([prompt], plain) == alone
 
 
-@pytest.mark.parametrize("backend", ["xgrammar", "guidance", "outlines"])
+@pytest.mark.parametrize(
+    "backend",
+    ["guidance", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("xgrammar", "outlines"))],
+)
 def test_every_backend_of_vllm(engines, smollm2, backend):
     engine = engines(smollm2, **LIMITS, structured_outputs_config={"backend": backend})
     wanted = {
