@@ -40,7 +40,7 @@ def tools(tmp_path_factory):
     return tmp_path_factory.mktemp("tools")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_loaded_model_compiles_nothing_after_a_compile_without_weights(checkpoint, tools, tmp_path, ranks):
     cache = tmp_path / "cache"
     shutil.copytree(tools, cache)

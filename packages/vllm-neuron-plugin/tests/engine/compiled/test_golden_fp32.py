@@ -21,7 +21,7 @@ def settings(smollm2_settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.supports("greedy tokens equal to transformers", model="llama")
 @pytest.mark.supports("continuous batching", model="llama")
-@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("block_size", [16, pytest.param(32, marks=pytest.mark.nightly)])
 def test_all_together_with_staggered_arrivals(engines, smollm2, settings, golden_prompts, golden, block_size):
     engine = engines(smollm2, **settings, block_size=block_size)
     assert engine.tokens(golden_prompts, PARAMS, arrive=3) == golden
