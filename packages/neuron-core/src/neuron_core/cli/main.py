@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from typing import Any
 
 import click
 
 from neuron_core import __version__
 from neuron_core.cli.commands import BrokenCommand, plugin_commands
-from neuron_core.errors import NeuronError, unknown_name_hint
+from neuron_core.cli.group import LateGroup, load_command
 
 __all__ = ["NeuronGroup", "main", "neuron"]
 
@@ -23,7 +21,7 @@ BUILT_IN: Mapping[str, str] = {
 """This package's commands: name -> ``module:attribute``, imported when asked for."""
 
 
-class NeuronGroup(click.Group):
+class NeuronGroup(LateGroup):
     """Commands by name, imported late; a ``NeuronError`` ends the program with one line and exit code 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -37,25 +35,8 @@ class NeuronGroup(click.Group):
             if plugin is not None:
                 taken = f"neuron-core has a command of this name; rename the one of {plugin.distribution}"
                 return BrokenCommand(cmd_name, plugin.distribution, taken)
-            module, _, attribute = BUILT_IN[cmd_name].partition(":")
-            command: click.Command = getattr(importlib.import_module(module), attribute)
-            return command
+            return load_command(BUILT_IN[cmd_name])
         return None if plugin is None else plugin.load()
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the nearest name for one that does not exist."""
-        if not args[0].startswith("-") and args[0] not in self.list_commands(ctx):
-            ctx.fail(f"no command {args[0]!r}: {unknown_name_hint(args[0], self.list_commands(ctx))}")
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was asked for."""
-        try:
-            return super().invoke(ctx)
-        except NeuronError as error:
-            raise click.ClickException(str(error)) from error
 
 
 @click.group(

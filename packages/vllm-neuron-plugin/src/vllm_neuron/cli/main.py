@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from typing import Any
 
 import click
 
-from neuron_core.errors import NeuronError, unknown_name_hint
+from neuron_core.cli.group import LateGroup, load_command
 from vllm_neuron import __version__
 
 __all__ = ["Refused", "ServeGroup", "main", "vllm_neuron"]
@@ -31,7 +29,7 @@ class Refused(click.ClickException):
         super().__init__(" ".join(message.split()))
 
 
-class ServeGroup(click.Group):
+class ServeGroup(LateGroup):
     """Commands by name, imported late; a ``NeuronError`` ends the program with one line and exit code 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -42,24 +40,7 @@ class ServeGroup(click.Group):
         """The command of a name."""
         if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the nearest name for one that does not exist."""
-        if not args[0].startswith("-") and args[0] not in COMMANDS:
-            ctx.fail(f"no command {args[0]!r}: {unknown_name_hint(args[0], COMMANDS)}")
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was asked for."""
-        try:
-            return super().invoke(ctx)
-        except NeuronError as error:
-            raise click.ClickException(str(error)) from error
+        return load_command(COMMANDS[cmd_name])
 
 
 @click.group(
