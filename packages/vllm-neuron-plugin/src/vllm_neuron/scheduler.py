@@ -82,6 +82,8 @@ class NeuronScheduler(AsyncScheduler):
         self._decode_steps = 0
         self._refusal: _Refusal | None = None
         self._metrics = NeuronMetrics(self.vllm_config.model_config.served_model_name, 0)
+        self._metrics.preempted(0)  # a rate needs the zero before the first
+        self._metrics.prefix_cache_skipped(0)
         self._times = ScheduleTimes.wanted(self.vllm_config.profiler_config)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -123,8 +125,9 @@ class NeuronScheduler(AsyncScheduler):
 
     def _record(self, output: SchedulerOutput) -> None:
         self._record_blocks()
-        self._metrics.preempted(len(output.preempted_req_ids or ()))
-        if self.kv_cache_manager.enable_caching:
+        if output.preempted_req_ids:
+            self._metrics.preempted(len(output.preempted_req_ids))
+        if output.scheduled_new_reqs and self.kv_cache_manager.enable_caching:
             # Who comes back from a preemption is not new, so that a request counts once.
             new = (self.requests[request.req_id] for request in output.scheduled_new_reqs)
             self._metrics.prefix_cache_skipped(sum(request.skip_reading_prefix_cache for request in new))

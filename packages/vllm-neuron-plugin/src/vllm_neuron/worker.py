@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,10 +22,7 @@ from neuron_core.errors import ConfigError
 from neuron_core.memory import MemoryBudget, module_bytes
 from neuron_core.metrics import NeuronMetrics
 from neuron_core.protocols import StaticModel
-from neuron_models.attention import fit_to_chip
-from neuron_models.pooling import build_model_for
 from neuron_parallel import ParallelGroups, ParallelPlan
-from vllm_neuron.checks import kv_dtype
 from vllm_neuron.config import bucket_plan, neuron_config
 from vllm_neuron.graphs import graph_builder
 from vllm_neuron.platform import discovered
@@ -37,6 +34,7 @@ from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.model_runner import NeuronModelRunner
 from vllm_neuron.start_estimate import StartEstimates
 from vllm_neuron.startup_times import StartupTimes
+from vllm_neuron.unfilled import unfilled_model
 from vllm_neuron.weights import fill_weights
 
 if TYPE_CHECKING:
@@ -111,20 +109,7 @@ class NeuronWorker(WorkerBase):
         )
 
     def _make_model(self, groups: ParallelGroups) -> StaticModel:
-        wanted = kv_dtype(self.vllm_config)
-        model = build_model_for(
-            self.plan,
-            self.model_config.hf_text_config,
-            dtype=self.model_config.dtype,
-            groups=groups,
-            kv_dtype=wanted,
-            prompt_embeds=self.model_config.enable_prompt_embeds,
-        )
-        if any(layout.dtype != wanted for layout in model.kv_layouts):
-            hint = f"{type(model).__name__} has no cache of that type; use auto"
-            raise ConfigError("--kv-cache-dtype", self.cache_config.cache_dtype, hint)
-        fit_to_chip(cast(nn.Module, model), self.neuron_device.chip)
-        return model
+        return unfilled_model(self.vllm_config, self.neuron_device.chip, groups)
 
     def _require_fit(self) -> None:
         estimates = StartEstimates(self.vllm_config, self.neuron_device, self._make_model)

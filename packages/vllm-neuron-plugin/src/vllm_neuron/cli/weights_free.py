@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from neuron_core import ops
 from neuron_core.devices.discovery import open_device
 from neuron_core.environ import Environment
-from neuron_core.errors import CompileError, ConfigError
+from neuron_core.errors import CompileError
 from neuron_core.graphs.buckets import Bucket
 from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.cache import CompileCache
@@ -18,19 +16,14 @@ from neuron_core.graphs.compilers import compiler_named
 from neuron_core.graphs.model_programs import ModelPrograms, variants
 from neuron_core.protocols import StaticModel
 from neuron_models.aot import CPU_TARGET, ModelWorker
-from neuron_models.attention import fit_to_chip
-from neuron_models.pooling import build_model_for
 from neuron_parallel import ParallelGroups
 from vllm_neuron.ahead import model_compile
-from vllm_neuron.checks import kv_dtype
-from vllm_neuron.config import bucket_plan
 from vllm_neuron.platform import discovered
 from vllm_neuron.start_estimate import StartEstimates
+from vllm_neuron.unfilled import unfilled_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from neuron_core.devices.base import Device
 
 __all__ = ["ready_buckets", "start_estimates"]
 
@@ -43,26 +36,9 @@ def start_estimates(vllm_config: VllmConfig) -> StartEstimates:
         ops.load_kernels(environment.cache_dir)  # whether a weight is packed is a question to them
 
     def make(groups: ParallelGroups) -> StaticModel:
-        return _model(vllm_config, device, groups)
+        return unfilled_model(vllm_config, device.chip, groups)
 
     return StartEstimates(vllm_config, device, make)
-
-
-def _model(vllm_config: VllmConfig, device: Device, groups: ParallelGroups) -> StaticModel:
-    config = vllm_config.model_config
-    model = build_model_for(
-        bucket_plan(vllm_config),
-        config.hf_text_config,
-        dtype=config.dtype,
-        groups=groups,
-        kv_dtype=kv_dtype(vllm_config),
-        prompt_embeds=config.enable_prompt_embeds,
-    )
-    if any(layout.dtype != kv_dtype(vllm_config) for layout in model.kv_layouts):
-        hint = f"{type(model).__name__} has no cache of that type; use auto"
-        raise ConfigError("--kv-cache-dtype", vllm_config.cache_config.cache_dtype, hint)
-    fit_to_chip(cast(nn.Module, model), device.chip)
-    return model
 
 
 def ready_buckets(vllm_config: VllmConfig) -> dict[str, bool] | None:

@@ -20,7 +20,7 @@ from neuron_models.pooling_program import HIDDEN
 from vllm_neuron.pooling.inputs import build_uncached
 from vllm_neuron.pooling.pooler import EmbeddingPooler, Texts
 from vllm_neuron.runner.executor import GraphExecutor
-from vllm_neuron.runner.inputs import Batch, build, make_batch
+from vllm_neuron.runner.inputs import Batch, build, scheduled_batch
 from vllm_neuron.runner.output import wait_for
 from vllm_neuron.runner.requests import RequestTable
 from vllm_neuron.runner.step import BlockChanges
@@ -101,15 +101,10 @@ class PoolingRunner:
             if blocks:
                 self.stream.submit(lambda: blocks.apply(self.executor)).result()
             return EMPTY_MODEL_RUNNER_OUTPUT
-        requests = [self.table.requests[request_id] for request_id in schedule.num_scheduled_tokens]
-        batch = make_batch(self.table, self.plan, requests, list(schedule.num_scheduled_tokens.values()))
+        batch = scheduled_batch(self.table, self.plan, schedule)
         texts = Texts.of(self.table, batch)
         execution = self.stream.submit(PoolingStep(self.executor, batch, self._inputs(batch), blocks).run)
-        self.metrics.observe_step(
-            batch.bucket.name,
-            padded_seqs=batch.bucket.num_seqs - len(batch.requests),
-            padded_tokens=batch.bucket.num_tokens - int(batch.starts[-1]),
-        )
+        batch.count(self.metrics)
         output = PoolingOutput(execution, texts, self.pooler)
         return output if self.overlap else output.get_output()
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
 from neuron_core.kv.slots import NO_BLOCK, NO_SLOT
+from neuron_core.metrics import NeuronMetrics
 from neuron_core.step import StepInput
 from vllm_neuron.runner.feed import NOTHING, Feed
 from vllm_neuron.runner.randomness import uniforms
@@ -29,6 +31,14 @@ class Batch:
     """Index of each request's first token on the token axis, and past the last one: ``[requests + 1]``."""
     draws: tuple[bool, ...]
     """Whether the step reaches the end of the request's known tokens, so that its drawn token counts."""
+
+    def count(self, metrics: NeuronMetrics) -> None:
+        """Record the step and its padding."""
+        metrics.observe_step(
+            self.bucket.name,
+            padded_seqs=self.bucket.num_seqs - len(self.requests),
+            padded_tokens=self.bucket.num_tokens - int(self.starts[-1]),
+        )
 
 
 def make_batch(
@@ -50,6 +60,12 @@ def make_batch(
     bucket = plan.decode(len(rows), int(reach.max())) if is_decode else plan.prefill(total, len(rows))
     starts = np.concatenate(([0], np.cumsum(counts)))
     return Batch(bucket, tuple(requests), tuple(counts), starts, tuple(draws.tolist()))
+
+
+def scheduled_batch(table: RequestTable, plan: BucketPlan, schedule: SchedulerOutput) -> Batch:
+    """The batch of a schedule that has tokens; raises as :func:`make_batch`."""
+    requests = [table.requests[request_id] for request_id in schedule.num_scheduled_tokens]
+    return make_batch(table, plan, requests, list(schedule.num_scheduled_tokens.values()))
 
 
 def build(table: RequestTable, batch: Batch, rank: int, feed: Feed = NOTHING) -> StepInput:

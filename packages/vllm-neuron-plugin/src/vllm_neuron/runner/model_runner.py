@@ -18,7 +18,7 @@ from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.feed import make_feed
 from vllm_neuron.runner.grammar import allowed_tokens
 from vllm_neuron.runner.host_sampling import host_rows
-from vllm_neuron.runner.inputs import Batch, build, make_batch
+from vllm_neuron.runner.inputs import Batch, build, scheduled_batch
 from vllm_neuron.runner.logprobs import prompt_parts, scores_of
 from vllm_neuron.runner.output import StepOutput, wait_for
 from vllm_neuron.runner.prompt_embeds import embedding_inputs
@@ -83,13 +83,12 @@ class NeuronModelRunner:
             if blocks:
                 self.stream.submit(lambda: blocks.apply(self.executor)).result()
             return EMPTY_MODEL_RUNNER_OUTPUT
-        requests = [self.table.requests[request_id] for request_id in schedule.num_scheduled_tokens]
-        batch = make_batch(self.table, self.plan, requests, list(schedule.num_scheduled_tokens.values()))
+        batch = scheduled_batch(self.table, self.plan, schedule)
         if schedule.has_structured_output_requests:
             self._awaits_grammar = (batch, blocks)  # the masks are inputs, and come with sample_tokens
         else:
             self._submit(self._make_step(batch, blocks))
-        self._count(batch)
+        batch.count(self.metrics)
         return None
 
     def sample_tokens(
@@ -183,11 +182,3 @@ class NeuronModelRunner:
             for request in batch.requests
         )
         return "greedy" if plain else "sample"
-
-    def _count(self, batch: Batch) -> None:
-        bucket = batch.bucket
-        self.metrics.observe_step(
-            bucket.name,
-            padded_seqs=bucket.num_seqs - len(batch.requests),
-            padded_tokens=bucket.num_tokens - int(batch.starts[-1]),
-        )
