@@ -91,10 +91,16 @@ class PoolingRunner:
         self.overlap = overlap
         width = plan.context_len // plan.block_size
         self.table = RequestTable(plan.context_len, plan.block_size, width, engine_seed=0)
+        self._last: Execution[Tensor] | None = None
 
     @timed("execute model", Kind.BUILD)
     def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Submit one step and return its output; vLLM asks for no tokens of a pooling model."""
+        """Submit one step and return its output; vLLM asks for no tokens of a pooling model.
+
+        Raises what an earlier step raised: of several ranks only one is asked for outputs.
+        """
+        if self._last is not None and self._last.done():
+            self._last.result()
         self.table.update(schedule)
         blocks = BlockChanges.of(schedule)
         if schedule.total_num_scheduled_tokens == 0:
@@ -103,7 +109,9 @@ class PoolingRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch = scheduled_batch(self.table, self.plan, schedule)
         texts = Texts.of(self.table, batch)
-        execution = self.stream.submit(PoolingStep(self.executor, batch, self._inputs(batch), blocks).run)
+        execution = self._last = self.stream.submit(
+            PoolingStep(self.executor, batch, self._inputs(batch), blocks).run
+        )
         batch.count(self.metrics)
         output = PoolingOutput(execution, texts, self.pooler)
         return output if self.overlap else output.get_output()

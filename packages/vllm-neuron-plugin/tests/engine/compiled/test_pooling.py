@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from vllm import PoolingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from neuron_core.graphs.buckets import Phase
 
@@ -128,6 +129,23 @@ def test_last_token_embeddings_are_those_of_transformers(decoder, qwen3, texts):
     expected = [unit(hidden[-1]) for hidden in hidden_of(qwen3, texts)]
     assert_same(embed(decoder, texts), expected)
     assert_same(embed(decoder, texts[::-1], arrive=1), expected[::-1])
+
+
+def test_a_failed_step_is_raised_where_nobody_asks_for_its_output(engines, qwen3, monkeypatch):
+    engine = engines(qwen3, **POOLING, **CHUNKS, async_scheduling=True, seed=1)
+    runner = engine.runner
+
+    def failing(*args: Any) -> Any:
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(runner.executor, "run", failing)
+    engine.add([1, 2, 3], EMBED)
+    runner.execute_model(engine.scheduler.schedule())  # as on a rank whose answers vLLM does not read
+    runner.stream.submit(lambda: None).result()
+    with pytest.raises(RuntimeError, match="on fire"):
+        runner.execute_model(SchedulerOutput.make_empty())
+    engines.made.pop(next(key for key, made in engines.made.items() if made is engine))
+    engine.engine.engine_core.shutdown()
 
 
 def test_a_text_alone_and_in_any_batch(decoder, texts):
