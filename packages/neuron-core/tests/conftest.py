@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from neuron_core import ops
 from neuron_core.graphs.key import register_op_sources
 
 # Needs torch_xla, which no torch of this workspace has: `nox -s lowering` makes an environment for it.
@@ -54,6 +55,12 @@ register_op_sources("neuron_test", lambda name: "1")
 @pytest.fixture
 def cpu_device():
     return SimpleNamespace(name="cpu", torch_device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory):
+    """The library of CPU kernels, built and loaded once."""
+    return ops.load_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="session")

@@ -108,16 +108,17 @@ def test_killed_before_any_file_system_call_the_next_one_proceeds(tmp_path, rebu
 
 
 def test_a_waiter_says_for_whom_and_a_timeout_names_the_owner(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(locks, "REPORT_EVERY_S", 0.5)
+    monkeypatch.setattr(locks, "REPORT_EVERY_S", 0.2)
+    monkeypatch.setattr(locks, "LOOK_EVERY_S", 0.1)
     log = tmp_path / "log"
     process = worker.start("ask", root=tmp_path / "cache", result=tmp_path / "r", log=log, seconds=600)
     worker.wait_for(log.exists)
     owner = f"pid {process.pid} on {os.uname().nodename}, compiling for "
     try:
-        cache = CompileCache(tmp_path / "cache", lock_timeout_s=3.0)
+        cache = CompileCache(tmp_path / "cache", lock_timeout_s=1.0)
         with (
             caplog.at_level(logging.INFO, "neuron_core"),
-            pytest.raises(CacheError, match=f"{owner}[3-9] s; end that process.*lock_timeout_s"),
+            pytest.raises(CacheError, match=f"{owner}[1-9] s; end that process.*lock_timeout_s"),
         ):
             cache.get_or_compile(KEY, worker.compile_into)
         waiting = [record.message for record in caplog.records if f"waiting for {owner}" in record.message]
@@ -126,7 +127,7 @@ def test_a_waiter_says_for_whom_and_a_timeout_names_the_owner(tmp_path, monkeypa
         worker.kill(process)
 
 
-def test_a_lock_kept_open_by_a_child_of_the_dead_process_is_broken(tmp_path):
+def test_a_lock_kept_open_by_a_child_of_the_dead_process_is_broken(tmp_path, impatient):
     ready = tmp_path / "ready"
     process = worker.start("leak_lock", root=tmp_path / "cache", ready=ready)
     worker.wait_for(ready.exists)
@@ -139,7 +140,7 @@ def test_a_lock_kept_open_by_a_child_of_the_dead_process_is_broken(tmp_path):
         child.kill()
 
 
-def test_a_soft_lock_of_a_killed_process_is_broken(tmp_path, no_flock):
+def test_a_soft_lock_of_a_killed_process_is_broken(tmp_path, no_flock, impatient):
     log = tmp_path / "log"
     process = worker.start(
         "ask", root=tmp_path / "cache", result=tmp_path / "r", log=log, seconds=600, soft=True
@@ -148,6 +149,13 @@ def test_a_soft_lock_of_a_killed_process_is_broken(tmp_path, no_flock):
     assert list((tmp_path / "cache" / "locks").glob("*.softlock"))
     worker.kill(process)
     assert proceeds(tmp_path / "cache")
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A lock that looks abandoned is broken after a quarter of a second, not after 1.5 s."""
+    monkeypatch.setattr(locks, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(locks, "GRACE_S", 0.25)
 
 
 def leave_soft_lock(root, owner):
@@ -159,39 +167,41 @@ def leave_soft_lock(root, owner):
         (root / "locks" / f"{KEY.digest}.owner").write_text(record)
 
 
-def test_a_soft_lock_whose_pid_was_used_again_is_broken(tmp_path, no_flock):
+def test_a_soft_lock_whose_pid_was_used_again_is_broken(tmp_path, no_flock, impatient):
     me = ProcessMark.current()
     leave_soft_lock(tmp_path, ProcessMark(me.place, me.pid, me.start - 1))
     assert proceeds(tmp_path)
 
 
-def test_a_soft_lock_without_a_record_is_broken(tmp_path, no_flock):
+def test_a_soft_lock_without_a_record_is_broken(tmp_path, no_flock):  # with the patience it has in use
     leave_soft_lock(tmp_path, None)
     assert proceeds(tmp_path)
 
 
-def test_a_soft_lock_of_a_living_process_is_respected(tmp_path, no_flock):
+def test_a_soft_lock_of_a_living_process_is_respected(tmp_path, no_flock, impatient):
     leave_soft_lock(tmp_path, ProcessMark.current())
-    cache = CompileCache(tmp_path, lock_timeout_s=4.0)
+    cache = CompileCache(tmp_path, lock_timeout_s=1.0)
     with pytest.raises(CacheError, match=f"pid {os.getpid()}"):
         cache.get_or_compile(KEY, worker.compile_into)
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_a_soft_lock_of_another_host_holds_while_its_heart_beats(tmp_path, no_flock, monkeypatch, beats):
-    monkeypatch.setattr(locks, "SILENCE_S", 1.0)
+def test_a_soft_lock_of_another_host_holds_while_its_heart_beats(
+    tmp_path, no_flock, impatient, monkeypatch, beats
+):
+    monkeypatch.setattr(locks, "SILENCE_S", 0.5)
     leave_soft_lock(tmp_path, ProcessMark("elsewhere-00000000", 1, 0.0))
     done = threading.Event()
 
     def beat():
-        while not done.wait(0.1):
+        while not done.wait(0.05):
             os.utime(tmp_path / "locks" / f"{KEY.digest}.owner")
 
     thread = threading.Thread(target=beat)
     if beats:
         thread.start()
     try:
-        cache = CompileCache(tmp_path, lock_timeout_s=4.0)
+        cache = CompileCache(tmp_path, lock_timeout_s=1.5)
         if beats:
             with pytest.raises(CacheError, match="pid 1 on elsewhere"):
                 cache.get_or_compile(KEY, worker.compile_into)

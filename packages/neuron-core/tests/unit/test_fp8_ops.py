@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,10 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 SCALES = {"none": None, "tensor": [0.037], "head": [0.037, 1.0, 5.5, 0.25]}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel library, built once for the module."""
-    return ops.load_kernels(tmp_path_factory.mktemp("kernels"))
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def every_bfloat16() -> Tensor:

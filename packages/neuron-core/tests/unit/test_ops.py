@@ -19,10 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel library, built once for the module."""
-    return ops.load_kernels(tmp_path_factory.mktemp("kernels"))
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def paged(

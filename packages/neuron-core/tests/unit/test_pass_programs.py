@@ -376,7 +376,7 @@ def check(layout, steps, folder):
 _settings = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(_settings, max_examples=300)
+@settings(_settings, max_examples=150)
 @given(layout=layouts, steps=program_steps)
 def test_random_programs(layout, steps, tmp_path):
     check(layout, steps, tmp_path)

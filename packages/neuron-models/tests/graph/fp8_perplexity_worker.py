@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from driver import PagedRunner, smollm2
+from driver import KEPT, PagedRunner, smollm2
 
 from neuron_core import ops
 from neuron_core.graphs.buckets import Bucket, Phase
@@ -59,8 +59,8 @@ def window_losses(model, token_ids):
 
 
 def main(workdir, num_tokens):
-    ops.load_kernels(workdir / "kernels")
-    folder = smollm2(workdir / "model")
+    ops.load_kernels(KEPT / "graphs")
+    folder = smollm2()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     calibration, text = (
         tokenizer.encode((TEXTS / name).read_text()) for name in ("haggai.txt", "ruth_jonah.txt")

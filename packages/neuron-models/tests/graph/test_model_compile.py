@@ -35,18 +35,23 @@ def checkpoint(driver, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    """The CPU kernels and the precompiled header, built once."""
-    return tmp_path_factory.mktemp("tools")
+def tools(driver, tmp_path_factory):
+    """Folders of the CPU kernels and of precompiled headers: kept ones, or those that the first compile here made."""
+    made = tmp_path_factory.mktemp("tools")
+    kept = driver.KEPT / "graphs"
+    return {name: kept / name if (kept / name).is_dir() else made / name for name in ("kernels", "toolchain")}
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_loaded_model_compiles_nothing_after_a_compile_without_weights(checkpoint, tools, tmp_path, ranks):
     cache = tmp_path / "cache"
-    shutil.copytree(tools, cache)
+    for name, folder in tools.items():
+        if folder.is_dir():
+            shutil.copytree(folder, cache / name)
     ahead = run("compile", checkpoint / "config", cache, ranks)
-    for name in ("kernels", "toolchain"):
-        shutil.copytree(cache / name, tools / name, dirs_exist_ok=True)
+    for name, folder in tools.items():
+        if not folder.is_dir():
+            shutil.copytree(cache / name, folder)
     assert ahead["compiled"] == ahead["distinct"] > 0
     for served in run("serve", checkpoint / "whole", cache, ranks):
         assert served == {"captured": 0, "compiled": 0, "loaded": ahead["distinct"]}

@@ -13,8 +13,8 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def folder(driver, tmp_path_factory):
-    return driver.smollm2(tmp_path_factory.mktemp("smollm2") / "model")
+def folder(driver):
+    return driver.smollm2()
 
 
 @pytest.fixture(scope="module")

@@ -46,8 +46,13 @@ def tokens_of(done: subprocess.CompletedProcess[str]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"async_scheduling": True}, {"tensor_parallel_size": 2}, {"block_size": 32}],
-    ids=["one-rank", "asynchronous", "two-ranks", "blocks-of-32"],
+    [
+        pytest.param({}, id="one-rank"),
+        pytest.param({"tensor_parallel_size": 2}, id="two-ranks"),
+        # Both run in the process of other default tests; here they would add a start each.
+        pytest.param({"async_scheduling": True}, id="asynchronous", marks=pytest.mark.nightly),
+        pytest.param({"block_size": 32}, id="blocks-of-32", marks=pytest.mark.nightly),
+    ],
 )
 def test_same_tokens_and_a_clean_stop(tiny_llama, tmp_path, reference, arguments):
     done = run(tmp_path, tiny_llama, **arguments)
@@ -60,14 +65,15 @@ def test_same_tokens_and_a_clean_stop(tiny_llama, tmp_path, reference, arguments
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
+        pytest.param(
             {"additional_config": {"neuron_config": {"prefil_buckets": [64]}}},
             "did you mean 'prefill_buckets'?",
+            id="unknown-key",
         ),
-        ({"pipeline_parallel_size": 2}, "ipeline"),
-        ({"enable_lora": True}, "--enable-lora"),
+        # test_refused_settings.py has these two, and every other, without a process each.
+        pytest.param({"pipeline_parallel_size": 2}, "ipeline", id="pipeline", marks=pytest.mark.nightly),
+        pytest.param({"enable_lora": True}, "--enable-lora", id="lora", marks=pytest.mark.nightly),
     ],
-    ids=["unknown-key", "pipeline", "lora"],
 )
 def test_refused_before_weights_load(tiny_llama, tmp_path, arguments, message):
     done = run(tmp_path, tiny_llama, **arguments)

@@ -115,6 +115,8 @@ print("TOKENS", llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0].outputs
 """
 
 
+# `test_compile_cache.py` has such a cache by default; here the kernels are built anew too.
+@pytest.mark.nightly
 def test_a_cache_that_cannot_be_written_is_named_and_does_not_stop_the_start(
     tiny_llama, tmp_path, continuations
 ):

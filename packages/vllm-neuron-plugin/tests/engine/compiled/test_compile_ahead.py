@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,15 +67,20 @@ def serve(model: Path, max_num_seqs: int = 4, config: object = BUCKETS, **enviro
     return json.loads(lines[0].removeprefix("FACTS ")) if lines else done
 
 
+def copy_tools(graph_cache: Path, store: Path) -> None:
+    """The kernels and the precompiled header of this machine, which are no part of what is tested."""
+    for name in ("kernels", "toolchain"):
+        if (graph_cache / name).exists():
+            shutil.copytree(graph_cache / name, store / name)
+
+
 @pytest.fixture(scope="module")
 def compiled(
     tiny_llama: Path, graph_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict]:
     """A store for four sequences of 128 tokens, made from the configuration alone, and what was printed."""
     root = tmp_path_factory.mktemp("ahead")
-    for name in ("kernels", "toolchain"):  # of this machine, and no part of what is tested
-        if (graph_cache / name).exists():
-            shutil.copytree(graph_cache / name, root / "store" / name)
+    copy_tools(graph_cache, root / "store")
     (root / "model").mkdir()
     shutil.copy(tiny_llama / "config.json", root / "model")
     done = compile_model(root / "model", root / "store", "--json")
@@ -107,7 +113,8 @@ def test_t14_more_sequences_than_were_compiled_for_are_refused_with_both_numbers
     assert "max_num_seqs=8" in failed.stderr and "compiled for max_num_seqs=4" in failed.stderr
 
 
-def test_a_missing_bucket_is_named_when_nothing_may_be_compiled(tiny_llama, tmp_path):
+def test_a_missing_bucket_is_named_when_nothing_may_be_compiled(tiny_llama, tmp_path, graph_cache):
+    copy_tools(graph_cache, tmp_path)
     failed = serve(tiny_llama, VLLM_NEURON_CACHE_DIR=str(tmp_path), VLLM_NEURON_REQUIRE_COMPILED="1")
     assert failed.returncode != 0
     assert "bucket prefill_s128 is not in the compile cache" in failed.stderr
@@ -143,16 +150,17 @@ def test_a_chip_without_its_compiler_keeps_the_captured_graphs_and_names_the_whe
     assert "all_reduce" in layers[0].read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "trn9"], "trn9"),
-        (["--lnc", "2"], "--lnc=2: says nothing about the CPU"),
-        (["--target", "trn2", "--cpu-threads", "2"], "--cpu-threads=2: says nothing about trn2"),
-        (["--max-modle-len", "128"], "not ones that vllm serve takes"),
-        (["--tensor-parallel-size", "3"], "attention heads (4) must be divisible"),
-    ],
-)
-def test_an_option_that_cannot_work_is_named(tiny_llama, tmp_path, arguments, message):
-    failed = compile_model(tiny_llama, tmp_path, *arguments)
-    assert failed.returncode in (1, 2) and message in failed.stderr
+REFUSED = [
+    (["--target", "trn9"], "trn9"),
+    (["--lnc", "2"], "--lnc=2: says nothing about the CPU"),
+    (["--target", "trn2", "--cpu-threads", "2"], "--cpu-threads=2: says nothing about trn2"),
+    (["--max-modle-len", "128"], "not ones that vllm serve takes"),
+    (["--tensor-parallel-size", "3"], "attention heads (4) must be divisible"),
+]
+
+
+def test_an_option_that_cannot_work_is_named(tiny_llama, tmp_path):
+    with ThreadPoolExecutor(2) as pool:  # a process takes seconds to import vLLM
+        failed = pool.map(lambda one: compile_model(tiny_llama, tmp_path, *one[0]), REFUSED)
+        for (arguments, message), done in zip(REFUSED, failed, strict=True):
+            assert done.returncode in (1, 2) and message in done.stderr, arguments

@@ -34,9 +34,9 @@ def test_asynchronous_scheduling(engines, smollm2, settings, golden_prompts, gol
     assert engine.tokens(golden_prompts[::4], PARAMS, arrive=3) == golden[::4]
 
 
-def test_eight_prompts_alone(engines, smollm2, settings, golden_prompts, golden):
+def test_four_prompts_alone(engines, smollm2, settings, golden_prompts, golden):
     engine = engines(smollm2, **settings, block_size=16)
-    for index in range(3, 32, 4):
+    for index in range(7, 32, 8):
         assert engine.tokens([golden_prompts[index]], PARAMS) == [golden[index]], len(golden_prompts[index])
 
 
@@ -54,5 +54,5 @@ def test_a_pool_so_small_that_requests_are_preempted(
 ):
     pool = {"num_gpu_blocks_override": SMALL_POOL_TOKENS // block_size, "block_size": block_size}
     engine = engines(smollm2, **settings | pool)
-    assert engine.tokens(golden_prompts, PARAMS) == golden
+    assert engine.tokens(golden_prompts[1::2], PARAMS) == golden[1::2]
     assert engine.preemptions > 0

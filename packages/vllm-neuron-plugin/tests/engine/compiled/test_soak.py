@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random load with aborts, twice what fits, for half a minute (nightly: half an hour): right, whole and no larger."""
+"""Random load with aborts, twice what fits, for 16 seconds (nightly: half an hour): right, whole and no larger."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def many_prompts() -> list[list[int]]:
     return prompts + [rng.integers(3, 256, int(rng.integers(1, 200))).tolist() for _ in range(8)]
 
 
-SHORT = pytest.param(15, id="15s-each")
+SHORT = pytest.param(8, id="8s-each")
 NIGHT = pytest.param(900, id="15min-each", marks=[pytest.mark.nightly, pytest.mark.timeout(1500)])
 
 
