@@ -5,6 +5,7 @@
     nox -s bench -- --self            our own figures, the sampler's cost, and what a busy neighbour costs
     nox -s bench -- --serve --peer …  a server under load instead (or with --self), and what a prefix hit saves
     nox -s bench -- --gaps            how long the device waits between steps, with and without async scheduling
+    nox -s bench -- --pooling PYTHON  embeddings against the sentence-transformers of another interpreter
     nox -s bench -- --capture         memory and seconds of capturing Llama 3.1 70B for eight ranks
 
 No ratio is printed unless both sides were found to compute the same model (see docs/benchmarks.md).
@@ -27,6 +28,7 @@ from rich.console import Console
 import bench_answers
 import bench_capture
 import bench_gaps
+import bench_pooling
 import bench_report
 import bench_serve
 import bench_sides
@@ -55,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--peer", metavar="PYTHON", help="interpreter that has vLLM's CPU backend")
     what.add_argument("--self", dest="alone", action="store_true", help="measure this side alone")
     what.add_argument("--capture", action="store_true", help="capture a large model's graphs")
+    what.add_argument("--pooling", metavar="PYTHON", help="interpreter that has sentence-transformers")
     what.add_argument("--gaps", action="store_true", help="compare asynchronous with plain scheduling")
     top.add_argument(
         "--serve", action="store_true", help="measure servers under load (with --peer or --self)"
@@ -64,11 +67,12 @@ def parser() -> argparse.ArgumentParser:
         "--peer-env", action="append", default=[], metavar="NAME=VALUE", help="for the peer alone"
     )
     top.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M-Instruct, made once)")
+    top.add_argument("--pairs", type=positive, default=15, help="batches of embeddings each side computes")
     top.add_argument("--rounds", type=positive, default=2, help="times each side is run, in turn")
     top.add_argument("--busy", action="store_true", help="also beside a process that spins on one core")
     top.add_argument("--json", type=Path, metavar="FILE", help="write every figure of every run")
     top.add_argument("--script", type=Path, default=HERE / "bench_run.py", help="another measuring script")
-    top.add_argument("--dtype", default="bfloat16")
+    top.add_argument("--dtype", help="of both sides (default: bfloat16, and float32 with --pooling)")
     top.add_argument("--batches", default="1,4,16")
     top.add_argument("--output-tokens", type=int, default=128)
     top.add_argument("--long-prompt-tokens", type=int, default=512)
@@ -241,6 +245,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return about | {"runs": {"ours": [bench_capture.capture()]}}
     mine = bench_sides.ours()
     with tempfile.TemporaryDirectory(prefix="neuron-bench-") as scratch:
+        if options.pooling:
+            other = bench_sides.interpreter("peer", "--pooling", options.pooling)
+            return about | bench_pooling.compare(options, mine, other, Path(scratch))
         bench = Bench(options, model_folder(options), Path(scratch))
         if options.gaps:
             return about | bench_gaps.compare(bench, mine)
@@ -264,10 +271,13 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and report; returns 0 whatever the figures are."""
     top = parser()
     options = top.parse_args(argv)
-    if options.serve and (options.capture or options.gaps):
+    if options.pooling and options.model is None:
+        top.error("argument --pooling: give --model, the folder of a BERT encoder such as all-MiniLM-L6-v2")
+    if options.serve and (options.capture or options.gaps or options.pooling):
         top.error("argument --serve: give it with --peer or --self")
     # A terminated run stops its server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    options.dtype = options.dtype or ("float32" if options.pooling else "bfloat16")
     found = measure(options)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

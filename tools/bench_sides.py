@@ -80,20 +80,25 @@ def ours() -> Side:
     return Side("ours", sys.executable, {"VLLM_NEURON_DEVICE": "cpu"}, keeps_path=True)
 
 
+def interpreter(name: str, option: str, python: str, variables: dict[str, str] | None = None) -> Side:
+    """A side of another interpreter; raises `Failure` naming the `option` it came from if there is none."""
+    found = shutil.which(python)
+    if found is None:
+        raise Failure(f"{option} {python}: no such interpreter; give one such as peer/bin/python")
+    # Absolute, because runs have another working directory; not resolved, because a link is what makes it a venv.
+    return Side(name, str(Path(found).absolute()), variables or {})
+
+
 def peer(python: str, variables: list[str]) -> Side:
     """Another interpreter with vLLM's own CPU backend and, unless `variables` say more, one GiB of KV cache.
 
     Raises `Failure` if there is no such interpreter, or for a variable that is not `NAME=VALUE`.
     """
-    found = shutil.which(python)
-    if found is None:
-        raise Failure(f"--peer {python}: no such interpreter; give one such as peer/bin/python")
     wrong = [text for text in variables if "=" not in text]
     if wrong:
         raise Failure(f"--peer-env {wrong[0]}: write NAME=VALUE, such as VLLM_CPU_NUM_OF_RESERVED_CPU=0")
     given = dict(text.split("=", 1) for text in variables)
-    # Absolute, because runs have another working directory; not resolved, because a link is what makes it a venv.
-    return Side("peer", str(Path(found).absolute()), {"VLLM_CPU_KVCACHE_SPACE": "1", **given})
+    return interpreter("peer", "--peer", python, {"VLLM_CPU_KVCACHE_SPACE": "1", **given})
 
 
 def check_peer(mine: tuple[str, str], other: tuple[str, str]) -> None:

@@ -24,15 +24,31 @@ OPS = (
     "kv_write_",
     "kv_write",
     "paged_attention",
+    "encoder_attention",
     "greedy",
     "sample",
+    "sample_edited",
+    "count_tokens_",
+    "count_tokens",
 )
 NORMS = {"rms_norm", "add_rms_norm"}
 EDITS = [
     # file, text found in it, its replacement, the ops that are made of it
     ("reference.py", "torch.rsqrt(wide", "1.0 * torch.rsqrt(wide", NORMS),
     ("reference.py", "(F.silu(gate) * up)", "(up * F.silu(gate))", {"silu_mul"}),
-    ("reference.py", "return logits.argmax(-1)", "return (+logits).argmax(-1)", {"greedy", "sample"}),
+    (
+        "reference.py",
+        "return logits.argmax(-1)",
+        "return (+logits).argmax(-1)",
+        {"greedy", "sample", "sample_edited"},
+    ),
+    (
+        "reference.py",
+        "(rows >= 0).to(counts.dtype)",
+        "(rows > -1).to(counts.dtype)",
+        {"count_tokens_", "count_tokens"},
+    ),
+    ("cpu/sampling.cpp", "edits.bans_stop[row]", "0 != edits.bans_stop[row]", {"sample_edited"}),
     ("library.py", "gate_up.shape[1] // 2", "gate_up.shape[1] // 1 // 2", {"silu_mul"}),
     (
         "library.py",
@@ -46,9 +62,17 @@ EDITS = [
         "cpu/bindings.cpp",
         "query.sizes(), query.options()",
         "query.sizes(), (query.options())",
-        {"paged_attention"},
+        {"paged_attention", "encoder_attention"},
     ),
-    ("cpu/kernels.h", "x < -87.0f ? 0.0f", "x < -88.0f ? 0.0f", {"paged_attention", "sample", "silu_mul"}),
+    ("cpu/encoder_attention.cpp", "/ sums[r]", "/ (sums[r])", {"encoder_attention"}),
+    ("cpu/linear_f32.cpp", "kGroup = 4", "kGroup = 2", {"packed_linear"}),
+    ("cpu/tile_f32.h", "first * value", "value * first", {"encoder_attention", "packed_linear"}),
+    (
+        "cpu/kernels.h",
+        "x < -87.0f ? 0.0f",
+        "x < -88.0f ? 0.0f",
+        {"paged_attention", "encoder_attention", "sample", "sample_edited", "silu_mul"},
+    ),
 ]
 
 

@@ -35,6 +35,8 @@ _INERT = frozenset(
         "pad_token_id",
         "problem_type",
         "return_dict",
+        "sbert_ce_default_activation_function",
+        "sentence_transformers",
         "torch_dtype",
         "transformers_version",
         "use_cache",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that give hidden states and no token: encoders as they are, and decoders without their head."""
+"""Models that give hidden states and no token: encoders as they are, and decoders without their language-model head."""
 
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from neuron_core.errors import ConfigError
@@ -13,6 +13,7 @@ from neuron_core.graphs.model_programs import HIDDEN_STATES
 from neuron_core.graphs.program import Part, Program
 from neuron_core.kv.layout import KVLayout
 from neuron_core.protocols import StaticModel
+from neuron_models.classification import HeadLinear, check_head, classifies
 from neuron_models.llama.model import LlamaForCausalLM
 from neuron_models.pooling_program import HIDDEN, HiddenHead, require_hidden
 from neuron_models.program import EmbeddingPart, decoder_parts
@@ -57,6 +58,19 @@ class EmbeddingDecoder(nn.Module):
         return Program((*parts, last), last.outputs)
 
 
+class ClassifyingDecoder(EmbeddingDecoder):
+    """A decoder with a classification head, which the host computes, in the place of its language-model head."""
+
+    def __init__(self, causal: LlamaForCausalLM, num_labels: int) -> None:
+        super().__init__(causal)
+        self.score = HeadLinear(causal.hidden_size, num_labels, bias=False)
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """``pooled [texts, hidden]`` -> logits ``[texts, labels]`` float32."""
+        logits: Tensor = self.score(pooled)
+        return logits
+
+
 def build_model_for(
     plan: BucketPlan,
     config: PretrainedConfig,
@@ -84,10 +98,11 @@ def build_model_for(
 def check_pooling_model(config: PretrainedConfig, plan: ParallelPlan) -> None:
     """As `check_model`, for a server that embeds.
 
-    Also raises `ConfigError` if the checkpoint was trained to see whole texts with an architecture whose tokens see
-    only what is before them.
+    Also raises `ConfigError` if it asks for a head that its checkpoint does not hold, or was trained to see whole texts
+    with an architecture whose tokens see only what is before them.
     """
     check_model(config, plan)
+    check_head(config)
     factory = resolve(config)
     if not (isinstance(factory, type) and issubclass(factory, LlamaForCausalLM)):
         return
@@ -111,7 +126,7 @@ def build_pooling_model(
     check_pooling_model(config, groups.plan)
     model = build_model(config, dtype=dtype, groups=groups, block_size=block_size, kv_dtype=kv_dtype)
     if isinstance(model, LlamaForCausalLM):
-        return EmbeddingDecoder(model)
+        return ClassifyingDecoder(model, config.num_labels) if classifies(config) else EmbeddingDecoder(model)
     if model.kv_layouts:
         hint = f"{type(model).__name__} cannot be served with --runner pooling; use --runner generate"
         raise ConfigError("architectures", config.architectures, hint)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the programs of pooling models share: their only variant, and the head that gives hidden states."""
 
+import torch
 from torch import Tensor, nn
 
 from neuron_core.errors import ConfigError
@@ -10,6 +11,14 @@ from neuron_parallel import ParallelGroup, all_gather
 
 HIDDEN = "hidden"
 """The only variant of a pooling model's buckets: its output is ``hidden_states [T, hidden]``."""
+
+TYPE_BIT = 30
+"""The bit of a token id that is set in the second text of a pair, whose tokens are of type 1; as in vLLM's models."""
+
+
+def split_types(token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and types of tokens, ``[T]`` each, of ids with ``TYPE_BIT``."""
+    return torch.bitwise_and(token_ids, (1 << TYPE_BIT) - 1), torch.bitwise_right_shift(token_ids, TYPE_BIT)
 
 
 class HiddenHead(nn.Module):

@@ -34,10 +34,13 @@ class ModelFactory(Protocol):
 
 
 _factories: dict[str, str | ModelFactory] = {
+    "BertForSequenceClassification": "neuron_models.bert:BertForSequenceClassification",
     "BertModel": "neuron_models.bert:BertModel",
     "LlamaForCausalLM": "neuron_models.llama:LlamaForCausalLM",
+    "LlamaForSequenceClassification": "neuron_models.llama:LlamaForCausalLM",
     "LlamaModel": "neuron_models.llama:LlamaForCausalLM",
     "Qwen3ForCausalLM": "neuron_models.qwen3:Qwen3ForCausalLM",
+    "Qwen3ForSequenceClassification": "neuron_models.qwen3:Qwen3ForCausalLM",
     "Qwen3Model": "neuron_models.qwen3:Qwen3ForCausalLM",
 }
 

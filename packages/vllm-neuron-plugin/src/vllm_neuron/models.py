@@ -47,7 +47,7 @@ class DecoderStub(StubModel):
 
 
 class PoolingStub(StubModel):
-    """A model that can only embed."""
+    """A model that cannot generate."""
 
     is_pooling_model = True
 
@@ -59,7 +59,24 @@ class EncoderStub(PoolingStub):
     attn_type = "encoder_only"
 
 
-STUBS = {"BertModel": EncoderStub, "LlamaModel": PoolingStub, "Qwen3Model": PoolingStub}
+class ClassifierStub(PoolingStub):
+    """A model that classifies, and that scores a pair of texts if it has one class."""
+
+    score_type = "cross-encoder"
+
+
+class EncoderClassifierStub(EncoderStub, ClassifierStub):
+    """A classifier whose tokens see the whole text."""
+
+
+STUBS = {
+    "BertForSequenceClassification": EncoderClassifierStub,
+    "BertModel": EncoderStub,
+    "LlamaForSequenceClassification": ClassifierStub,
+    "LlamaModel": PoolingStub,
+    "Qwen3ForSequenceClassification": ClassifierStub,
+    "Qwen3Model": PoolingStub,
+}
 """What a name stands for that ends otherwise than in ``ForCausalLM``."""
 
 

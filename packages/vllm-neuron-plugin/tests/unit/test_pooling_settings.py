@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that embeds: what its settings become, and which of them are refused by name."""
+"""A server that embeds or classifies: what its settings become, and which of them are refused by name."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from neuron_core.graphs.buckets import BucketPlan, Phase
 from vllm_neuron.config import bucket_plan
 from vllm_neuron.engine_record import EngineRecord
 from vllm_neuron.models import stub_class
-from vllm_neuron.pooling.settings import POOLING_REFUSALS
+from vllm_neuron.pooling.settings import POOLING_REFUSALS, pooling_task
 
 DOCS = Path(__file__).parents[4] / "docs"
 
@@ -50,9 +52,16 @@ def test_an_encoder_computes_texts_whole_and_by_default_in_the_pooling_runner(ma
 
 @pytest.mark.parametrize(
     ("architecture", "generates"),
-    [("LlamaForCausalLM", True), ("Qwen3Model", False), ("LlamaModel", False), ("BertModel", False)],
+    [
+        ("LlamaForCausalLM", True),
+        ("Qwen3Model", False),
+        ("LlamaModel", False),
+        ("BertModel", False),
+        ("BertForSequenceClassification", False),
+        ("Qwen3ForSequenceClassification", False),
+    ],
 )
-def test_vllm_sees_who_can_only_embed(architecture, generates):
+def test_vllm_sees_who_cannot_generate(architecture, generates):
     stub = stub_class(architecture)
     assert is_text_generation_model(stub) == generates
     assert is_pooling_model(stub) == (not generates)
@@ -103,6 +112,47 @@ def test_vllm_sees_who_can_only_embed(architecture, generates):
 def test_refused_by_name(make_config, arguments, message):
     with pytest.raises(Exception) as caught:
         make_config(runner="pooling", **arguments)
+    assert message in str(caught.value)
+
+
+@pytest.fixture(scope="session")
+def configure_classifier(tiny_llama, tmp_path_factory):
+    """``configure(**arguments)``: the engine configuration of a Llama that classifies, without weights."""
+    from vllm import EngineArgs
+
+    folder = tmp_path_factory.mktemp("classifier-config")
+    found = json.loads((tiny_llama / "config.json").read_text())
+    found |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    (folder / "config.json").write_text(json.dumps(found))
+    for file in tiny_llama.glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    return lambda **arguments: EngineArgs(str(folder), max_model_len=128, **arguments).create_engine_config()
+
+
+def test_a_checkpoint_with_a_head_classifies_and_is_calibrated(make_config, configure_classifier):
+    config = configure_classifier(pooler_config={"logit_mean": 1.0, "logit_sigma": 2.0})
+    assert config.model_config.runner_type == "pooling"
+    assert pooling_task(config) == "classify"
+    assert pooling_task(make_config(runner="pooling")) == "embed"
+    for each in (config, configure_classifier(convert="classify")):
+        assert each.model_config.score_type == "cross-encoder"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"convert": "embed"}, "--convert='embed': the checkpoint's head decides"),
+        ({"pooler_config": {"task": "embed"}}, "--pooler-config.task='embed': the checkpoint's head decides"),
+        (
+            {"hf_overrides": {"classifier_from_token": ["no", "yes"]}},
+            "classifier_from_token=['no', 'yes']: a head made of a language model's is not implemented",
+        ),
+    ],
+    ids=["convert", "task", "classifier_from_token"],
+)
+def test_a_classifier_does_nothing_else(configure_classifier, arguments, message):
+    with pytest.raises(Exception) as caught:
+        configure_classifier(**arguments)
     assert message in str(caught.value)
 
 

@@ -4,7 +4,9 @@
 from neuron_core.ops import library, reference
 from neuron_core.ops.functional import (
     add_rms_norm,
+    count_tokens_,
     embedding,
+    encoder_attention,
     greedy,
     kv_write_,
     linear,
@@ -12,6 +14,7 @@ from neuron_core.ops.functional import (
     rms_norm,
     rotary,
     sample,
+    sample_edited,
     silu_mul,
 )
 from neuron_core.ops.kernels import load_kernels, pin_threads, source_digest
@@ -20,7 +23,9 @@ from neuron_core.ops.packing import can_pack, pack_linear, pack_module
 __all__ = [
     "add_rms_norm",
     "can_pack",
+    "count_tokens_",
     "embedding",
+    "encoder_attention",
     "greedy",
     "kv_write_",
     "library",
@@ -34,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "sample",
+    "sample_edited",
     "silu_mul",
     "source_digest",
 ]

@@ -14,7 +14,7 @@ from neuron_core.ops.library import PANEL
 def linear(x: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     """``x [T, K]`` times ``weight`` -> ``[T, N]``, float32 if ``wide`` and otherwise in ``x``'s dtype.
 
-    ``weight`` is ``[N, K]``, or the packed ``[N/32, K/2, 32, 2]`` that :func:`pack_linear` makes.
+    ``weight`` is ``[N, K]``, or in the packed form that :func:`pack_linear` makes.
     """
     if weight.dim() == 4:
         result: Tensor = torch.ops.neuron.packed_linear(x.contiguous(), weight, weight.shape[0] * PANEL, wide)
@@ -98,6 +98,17 @@ def paged_attention(
     return result
 
 
+def encoder_attention(
+    query: Tensor, key: Tensor, value: Tensor, request_rows: Tensor, *, scale: float
+) -> Tensor:
+    """Each token over all tokens of its text, ``[T, H, D]``; see :func:`reference.encoder_attention`.
+
+    Tokens of a text lie one after another; ``request_rows [T]`` says whose they are, -1 for padding.
+    """
+    result: Tensor = torch.ops.neuron.encoder_attention(query, key, value, request_rows, scale)
+    return result
+
+
 def greedy(logits: Tensor) -> Tensor:
     """Likeliest token of each row of ``logits [R, V]`` float32 -> int32 ``[R]``."""
     tokens: Tensor = torch.ops.neuron.greedy(logits)
@@ -119,3 +130,25 @@ def sample(
     """
     tokens: Tensor = torch.ops.neuron.sample(logits, temperature, top_k, top_p, min_p, uniform, allowed)
     return tokens
+
+
+def sample_edited(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    *edits: Tensor,
+) -> Tensor:
+    """One token per row of the edited ``logits [R, V]`` float32 -> int32 ``[R]``.
+
+    ``edits`` are the arguments of :func:`neuron_core.ops.reference.edited_logits` after the first, in order.
+    """
+    tokens: Tensor = torch.ops.neuron.sample_edited(logits, temperature, top_k, top_p, min_p, uniform, *edits)
+    return tokens
+
+
+def count_tokens_(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Add one to ``counts`` int32 ``[S, V]`` at each ``(rows[i], tokens[i])``; row -1 counts nothing."""
+    torch.ops.neuron.count_tokens_(counts, rows, tokens)

@@ -30,9 +30,9 @@ def _define(schema: str, fallback: Callable[..., object], shape: Callable[..., o
 
 
 def unpack(weight: Tensor) -> Tensor:
-    """The plain ``[N, K]`` form of a packed ``[N/32, K/2, 32, 2]`` weight."""
-    panels, pairs, columns, _ = weight.shape
-    return weight.permute(0, 2, 1, 3).reshape(panels * columns, 2 * pairs)
+    """The plain ``[N, K]`` form of a packed ``[N/32, K/2, 32, 2]`` or ``[N/32, K, 32, 1]`` weight."""
+    panels, groups, columns, together = weight.shape
+    return weight.permute(0, 2, 1, 3).reshape(panels * columns, groups * together)
 
 
 def _packed_linear(x: Tensor, weight: Tensor, columns: int, wide: bool) -> Tensor:
@@ -47,6 +47,10 @@ def _packed_linear_shape(x: Tensor, weight: Tensor, columns: int, wide: bool) ->
 
 def _kv_write_(kv: Tensor, key: Tensor, value: Tensor, slots: Tensor, *scaling: Any) -> None:
     kv.copy_(reference.kv_write(kv, key, value, slots, *scaling))
+
+
+def _count_tokens_(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    counts.copy_(reference.count_tokens(counts, rows, tokens))
 
 
 def _no_shape(*_: object) -> None:
@@ -100,10 +104,26 @@ _define(
     reference.paged_attention,
     _like_first,
 )
+_define(
+    "encoder_attention(Tensor query, Tensor key, Tensor value, Tensor request_rows, float scale) -> Tensor",
+    reference.encoder_attention,
+    _like_first,
+)
 _define("greedy(Tensor logits) -> Tensor", reference.greedy, _one_per_row)
 _define(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform,"
     " Tensor? allowed=None) -> Tensor",
     reference.sample,
     _one_per_row,
+)
+_define(
+    "sample_edited(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform,"
+    " Tensor allowed, Tensor last_tokens, Tensor state_rows, Tensor bans_stop, Tensor ban_if, Tensor ban_then,"
+    " Tensor penalties, Tensor bias, Tensor prompt_tokens, Tensor stop_tokens, Tensor output_counts) -> Tensor",
+    reference.sample_edited,
+    _one_per_row,
+)
+_define("count_tokens_(Tensor(a!) counts, Tensor rows, Tensor tokens) -> ()", _count_tokens_, _no_shape)
+_define(
+    "count_tokens(Tensor counts, Tensor rows, Tensor tokens) -> Tensor", reference.count_tokens, _like_first
 )

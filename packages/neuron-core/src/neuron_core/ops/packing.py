@@ -8,17 +8,20 @@ from torch import Tensor, nn
 
 from neuron_core.ops.library import PANEL
 
+TOGETHER = {torch.bfloat16: 2, torch.float32: 1}
+"""Neighbours of the inner dimension that one instruction multiplies and adds, by dtype."""
+
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether ``weight`` is a ``[N, K]`` bfloat16 matrix the loaded kernels have a product for.
+    """Whether ``weight`` is a ``[N, K]`` bfloat16 or float32 matrix the loaded kernels have a product for.
 
     On the meta device too: a model without weights is compiled with the shapes it will have.
     """
     ops = torch.ops.neuron
     return (
         weight.dim() == 2
-        and weight.dtype == torch.bfloat16
-        and weight.shape[1] % 2 == 0
+        and weight.dtype in TOGETHER
+        and weight.shape[1] % TOGETHER[weight.dtype] == 0
         and weight.shape[0] % PANEL == 0
         and weight.device.type in ("cpu", "meta")
         and hasattr(ops, "has_packed_linear")
@@ -27,9 +30,11 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """``weight [N, K]`` as contiguous ``[N/32, K/2, 32, 2]``: panels of 32 columns, inner dimension in pairs."""
-    columns, inner = weight.shape
-    return weight.view(columns // PANEL, PANEL, inner // 2, 2).permute(0, 2, 1, 3).contiguous()
+    """``weight [N, K]`` in panels of 32 columns, contiguous: ``[N/32, K/2, 32, 2]`` in bfloat16, ``[N/32, K, 32, 1]``
+    in float32.
+    """
+    (columns, inner), together = weight.shape, TOGETHER[weight.dtype]
+    return weight.view(columns // PANEL, PANEL, inner // together, together).permute(0, 2, 1, 3).contiguous()
 
 
 def pack_module(module: nn.Module) -> int:

@@ -139,6 +139,23 @@ def paged_attention(
     return torch.where((rows >= 0)[:, None, None], mixed, 0.0).to(query.dtype)
 
 
+def encoder_attention(
+    query: Tensor, key: Tensor, value: Tensor, request_rows: Tensor, scale: float
+) -> Tensor:
+    """Attention of each token over all tokens of its text, ``query``, ``key`` and ``value`` ``[T, H, D]``.
+
+    Texts are runs of equal ``request_rows [T]`` int32; -1 is padding and gives zeros. In float32, rounded at the end.
+    """
+    is_text = request_rows >= 0
+    apart = (request_rows.unsqueeze(1) != request_rows.unsqueeze(0)) & is_text.unsqueeze(1)
+    heads = (x.float().transpose(0, 1) for x in (query, key, value))
+    wide_query, wide_key, wide_value = heads
+    scores = torch.matmul(wide_query, wide_key.transpose(1, 2)) * scale
+    weights = scores.masked_fill(apart, float("-inf")).softmax(-1)
+    mixed = torch.matmul(weights, wide_value).transpose(0, 1)
+    return (mixed * is_text.view(-1, 1, 1)).to(query.dtype)
+
+
 def greedy(logits: Tensor) -> Tensor:
     """Index of the largest of ``logits [R, V]`` per row, the first one of equals; int32 ``[R]``."""
     return logits.argmax(-1).to(torch.int32)
@@ -168,15 +185,19 @@ def kept_probabilities(
     return probs / probs.sum(-1, keepdim=True)
 
 
+def token_bits(words: Tensor, vocab_size: int) -> Tensor:
+    """``words`` int32 ``[R, ceil(V / 32)]`` as bool ``[R, V]``; the lowest bit of a word comes first."""
+    places = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(2) >> places) & 1).flatten(1)[:, :vocab_size] != 0
+
+
 def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:
     """``logits [R, V]`` with minus infinity where a bit of ``allowed`` is 0.
 
     ``allowed`` is int32 ``[R, ceil(V / 32)]``: bit ``i % 32`` of word ``i // 32`` says whether token ``i`` may be
     drawn, the lowest bit first, as grammar libraries lay it out.
     """
-    places = torch.arange(32, dtype=torch.int32, device=allowed.device)
-    bits = (allowed.unsqueeze(2) >> places) & 1
-    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
+    return logits.masked_fill(~token_bits(allowed, logits.shape[1]), float("-inf"))
 
 
 def sample(
@@ -198,3 +219,64 @@ def sample(
     mass = kept_probabilities(logits, temperature, top_k, top_p, min_p).cumsum(-1)
     drawn = (mass <= uniform.double().unsqueeze(1) * mass[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
     return torch.where(temperature < 1e-5, greedy(logits), drawn.to(torch.int32))
+
+
+def edited_logits(
+    logits: Tensor,
+    allowed: Tensor,
+    last_tokens: Tensor,
+    state_rows: Tensor,
+    bans_stop: Tensor,
+    ban_if: Tensor,
+    ban_then: Tensor,
+    penalties: Tensor,
+    bias: Tensor,
+    prompt_tokens: Tensor,
+    stop_tokens: Tensor,
+    output_counts: Tensor,
+) -> Tensor:
+    """``logits [R, V]`` as a token is drawn from them: :func:`mask_logits`, then what each row's state row asks for.
+
+    In vLLM's order: ``bias`` (and the bans among it), words whose end is banned after ``last_tokens`` int32 ``[R]``,
+    stop tokens where ``bans_stop`` is 1 and anything else is left, repetition, frequency and presence penalty. All
+    other tensors are as in `neuron_core.logit_edits`; rows whose state row is -1 are masked and no more.
+    """
+    vocab = logits.shape[1]
+    row, minus = state_rows.long().clamp(min=0), float("-inf")
+    masked = mask_logits(logits, allowed)
+    edited = masked + bias[row]
+    hit = (ban_then >= 0) & ((ban_if == -2) | (ban_if == last_tokens.unsqueeze(1)))
+    ends = torch.zeros(len(logits), vocab + 1, dtype=torch.int32, device=logits.device)
+    ends = ends.scatter(1, torch.where(hit, ban_then, vocab).long(), 1)
+    edited = edited.masked_fill(ends[:, :vocab] != 0, minus)
+    without = edited.masked_fill(token_bits(stop_tokens[row], vocab) & (bans_stop.unsqueeze(1) != 0), minus)
+    edited = torch.where((without == minus).all(1, keepdim=True), edited, without)
+    counts = output_counts[row]
+    repetition, presence, frequency = penalties[row].unsqueeze(2).unbind(1)
+    seen = token_bits(prompt_tokens[row], vocab) | (counts > 0)
+    repeated = torch.where(edited > 0, edited / repetition, edited * repetition)
+    edited = torch.where(seen, repeated, edited) - frequency * counts
+    edited = edited - presence * (counts > 0)
+    return torch.where(state_rows.unsqueeze(1) >= 0, edited, masked)
+
+
+def sample_edited(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    *edits: Tensor,
+) -> Tensor:
+    """:func:`sample` of :func:`edited_logits`, whose arguments after ``logits`` are ``edits``; int32 ``[R]``."""
+    return sample(edited_logits(logits, *edits), temperature, top_k, top_p, min_p, uniform)
+
+
+def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """A copy of ``counts`` int32 ``[S, V]`` with one more at each ``(rows[i], tokens[i])``, both int32 ``[R]``.
+
+    Row -1 counts nothing.
+    """
+    places = (rows.long().clamp(min=0), tokens.long())
+    return counts.index_put(places, (rows >= 0).to(counts.dtype), accumulate=True)

@@ -18,7 +18,7 @@ from neuron_core.graphs.model_programs import HIDDEN_STATES
 from neuron_core.graphs.program import Part, Program
 from neuron_core.kv.layout import KVLayout
 from neuron_models.bert.config import RULES, BertSpec
-from neuron_models.pooling_program import require_hidden
+from neuron_models.pooling_program import require_hidden, split_types
 from neuron_parallel import (
     ColumnParallelLinear,
     ParallelGroup,
@@ -56,7 +56,7 @@ class EmbeddingTable(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """Words, positions and the first token type, summed and normed; every text is one segment."""
+    """Words, positions and token types, summed and normed."""
 
     def __init__(self, spec: BertSpec, group: ParallelGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -65,15 +65,14 @@ class BertEmbeddings(nn.Module):
         self.token_type_embeddings = EmbeddingTable(spec.num_token_types, spec.hidden_size, dtype)
         self.LayerNorm = LayerNorm(spec.hidden_size, spec.layer_norm_eps, dtype)
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, request_rows: Tensor, rank: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """``hidden [T, hidden]`` and the mask ``[T, T]`` float32: 0 between tokens of one text, else -inf."""
-        words = self.word_embeddings(token_ids, rank)
+    def forward(self, token_ids: Tensor, positions: Tensor, rank: Tensor) -> Tensor:
+        """``hidden [T, hidden]``; ``token_ids [T]`` carry their types, see `split_types`."""
+        ids, types = split_types(token_ids)
+        words = self.word_embeddings(ids, rank)
         places = ops.embedding(positions, self.position_embeddings.weight)
-        hidden = self.LayerNorm(words + places + self.token_type_embeddings.weight[0])
-        apart = request_rows.unsqueeze(1) != request_rows.unsqueeze(0)
-        return hidden, torch.zeros_like(apart, dtype=torch.float32).masked_fill(apart, float("-inf"))
+        segments = ops.embedding(types, self.token_type_embeddings.weight)
+        normed: Tensor = self.LayerNorm(words + places + segments)
+        return normed
 
 
 class BertSelfAttention(nn.Module):
@@ -85,13 +84,10 @@ class BertSelfAttention(nn.Module):
         blocks = [ShardBlock(name, spec.hidden_size, group.size) for name in ("query", "key", "value")]
         self.qkv = ColumnParallelLinear(spec.hidden_size, blocks, group, bias=True, dtype=dtype)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """``x [T, hidden]``, ``mask [T, T]`` -> ``[T, hidden / ranks]``; scores and softmax in float32."""
-        heads = self.qkv(x).view(len(x), 3, -1, self.head_dim)
-        query, key, value = heads.permute(1, 2, 0, 3).unbind(0)
-        scores = torch.matmul(query, key.transpose(1, 2)).float() * self.head_dim**-0.5
-        weights = (scores + mask).softmax(-1).to(value.dtype)
-        return torch.matmul(weights, value).transpose(0, 1).flatten(1)
+    def forward(self, x: Tensor, request_rows: Tensor) -> Tensor:
+        """``x [T, hidden]``, ``request_rows [T]`` int32 -> ``[T, hidden / ranks]``."""
+        query, key, value = self.qkv(x).view(len(x), 3, -1, self.head_dim).unbind(1)
+        return ops.encoder_attention(query, key, value, request_rows, scale=self.head_dim**-0.5).flatten(1)
 
 
 class ResidualNorm(nn.Module):
@@ -135,9 +131,9 @@ class BertLayer(nn.Module):
         self.intermediate = BertIntermediate(spec, group, dtype)
         self.output = ResidualNorm(spec.intermediate_size, spec, group, dtype)
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, request_rows: Tensor) -> Tensor:
         """``hidden [T, hidden]`` of the next layer."""
-        x = self.attention.output(self.attention.self(hidden, mask), hidden)
+        x = self.attention.output(self.attention.self(hidden, request_rows), hidden)
         y: Tensor = self.output(F.gelu(self.intermediate.dense(x)), x)
         return y
 
@@ -200,10 +196,9 @@ class BertModel(nn.Module):
     def program(self, bucket: Bucket, variant: str) -> Program:
         """Token ids to ``hidden_states``; raises `ConfigError` for any variant but ``hidden``."""
         require_hidden(bucket, variant)
-        inputs = ("token_ids", "positions", "request_rows", "rank")
-        embed = Part("embed", self.embeddings, inputs, (HIDDEN_STATES, "mask"))
+        embed = Part("embed", self.embeddings, ("token_ids", "positions", "rank"), (HIDDEN_STATES,))
         layers = [
-            Part(f"layer.{i}", layer, (HIDDEN_STATES, "mask"), (HIDDEN_STATES,))
+            Part(f"layer.{i}", layer, (HIDDEN_STATES, "request_rows"), (HIDDEN_STATES,))
             for i, layer in enumerate(self.encoder.layer)
         ]
         return Program((embed, *layers), (HIDDEN_STATES,))

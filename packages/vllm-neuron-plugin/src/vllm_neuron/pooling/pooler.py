@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hidden states to embeddings: vLLM's own pooler, on the host.
+"""From hidden states to embeddings or classes: vLLM's own pooler, on the host.
 
-It selects or averages a text's tokens, applies a checkpoint's dense layers, cuts to ``dimensions`` and normalises, in
-float32, each text by itself.
+It selects or averages a text's tokens and applies a checkpoint's dense layers or head; an embedding is cut to
+``dimensions`` and normalised, logits are calibrated and become probabilities. In float32, each text by itself.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.pooler.seqwise.poolers import pooler_for_embed
+from vllm.model_executor.layers.pooler.seqwise.poolers import pooler_for_classify, pooler_for_embed
 from vllm.pooling_params import PoolingParams
 from vllm.transformers_utils.config import try_get_dense_modules
 from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 
 from neuron_core.errors import ConfigError
+from neuron_core.protocols import StaticModel
+from neuron_models.classification import Classifier
 from vllm_neuron.runner.inputs import Batch
 from vllm_neuron.runner.requests import RequestTable
 
@@ -53,13 +55,20 @@ class Texts:
         )
 
 
-class EmbeddingPooler:
-    """The pooler that the model's configuration asks for; raises ``ConfigError`` if it cannot be made whole."""
+class TextPooler:
+    """The pooler that the model and its configuration ask for; raises ``ConfigError`` if it cannot be made whole."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        model_config = vllm_config.model_config
+    def __init__(self, vllm_config: VllmConfig, model: StaticModel) -> None:
+        pooler_config = vllm_config.model_config.pooler_config
         with set_current_vllm_config(vllm_config):
-            self._pooler = pooler_for_embed(model_config.pooler_config)
+            if isinstance(model, Classifier):
+                self._pooler = pooler_for_classify(pooler_config, classifier=model.classify)
+                return
+            self._pooler = pooler_for_embed(pooler_config)
+        self._require_dense_layers(vllm_config)
+
+    def _require_dense_layers(self, vllm_config: VllmConfig) -> None:
+        model_config = vllm_config.model_config
         wanted = try_get_dense_modules(model_config.model, revision=model_config.revision) or []
         layers = self._pooler.modules()
         if sum(isinstance(layer, nn.Linear) for layer in layers) != len(wanted):
@@ -69,7 +78,7 @@ class EmbeddingPooler:
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, texts: Texts) -> list[Tensor | None]:
-        """The embedding of each text, float32; None for one of which the step computes a part that is not the last.
+        """The embedding or classes of each text, float32; None for one of which the step computes a part, not the last.
 
         ``hidden [T, hidden]`` holds the tokens of all texts one after another, then padding.
         """

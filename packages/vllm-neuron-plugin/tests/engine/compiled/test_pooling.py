@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from torch import Tensor
 from vllm import PoolingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from neuron_core.graphs.buckets import Phase
+from neuron_core.graphs.buckets import Bucket, Phase
 
 POOLING: dict[str, Any] = {
     "runner": "pooling",
@@ -205,6 +206,53 @@ def test_only_graphs_that_embed_are_compiled(decoder, texts):
     before = decoder.graph_counts()
     embed(decoder, texts)
     assert decoder.graph_counts() == before
+
+
+def counted(name: str, **labels: str) -> float:
+    """A counter of the plugin, summed over all labels but those given."""
+    samples = (sample for family in REGISTRY.collect() for sample in family.samples)
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == f"vllm_neuron:{name}" and labels.items() <= sample.labels.items()
+    )
+
+
+def test_steps_padding_and_overlap_are_counted(decoder, texts, monkeypatch):
+    steps: list[tuple[Bucket, int, bool]] = []
+    submit = decoder.runner._submit
+
+    def watching(step: Any) -> Any:
+        execution = submit(step)
+        overlapped = decoder.runner._in_flight[-1].overlapped
+        steps.append((step.batch.bucket, sum(step.batch.num_scheduled), overlapped))
+        return execution
+
+    monkeypatch.setattr(decoder.runner, "_submit", watching)
+    names = ("async_steps_total", "sync_fallback_steps_total", "host_gap_seconds_count")
+    decoder.check_idle()
+    before = {name: counted(name) for name in names}
+    graphs = {
+        name: counted("graph_executions_total", bucket_name=name) for name in ("embed_s32", "embed_s96")
+    }
+    padding = counted("num_batched_tokens_padding_sum")
+    embed(decoder, texts)
+    decoder.check_idle()
+    for name, count in graphs.items():
+        ran = sum(bucket.name == name for bucket, _, _ in steps)
+        assert counted("graph_executions_total", bucket_name=name) - count == ran > 0
+    assert (
+        counted("num_batched_tokens_padding_sum") - padding == sum(b.num_tokens - n for b, n, _ in steps) > 0
+    )
+    gone = {name: counted(name) - before[name] for name in names}
+    overlapped = sum(each for *_, each in steps)
+    assert gone["async_steps_total"] == overlapped
+    assert gone["sync_fallback_steps_total"] == 0
+    assert gone["host_gap_seconds_count"] >= max(overlapped, 2)  # of long texts each chunk follows another
+    if decoder.core.vllm_config.scheduler_config.async_scheduling:
+        assert overlapped > 0
+    else:
+        assert overlapped == 0
 
 
 POOLED = {"CLS": lambda hidden: hidden[0], "MEAN": lambda hidden: hidden.mean(0)}

@@ -55,7 +55,10 @@ STATIC_FORMS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.neuron.rotary.default: reference.rotary,
     torch.ops.neuron.silu_mul.default: reference.silu_mul,
     torch.ops.neuron.paged_attention.default: reference.paged_attention,
+    torch.ops.neuron.encoder_attention.default: reference.encoder_attention,
     torch.ops.neuron.greedy.default: reference.greedy,
     torch.ops.neuron.sample.default: reference.sample,
+    torch.ops.neuron.sample_edited.default: reference.sample_edited,
+    torch.ops.neuron.count_tokens.default: reference.count_tokens,
 }
 """By operator overload."""

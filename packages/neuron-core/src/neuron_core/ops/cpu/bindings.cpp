@@ -21,7 +21,16 @@ const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.cons
 
 void require(bool holds, const char* what) { TORCH_CHECK(holds, "neuron op: ", what); }
 
+Tensor packed_linear_float(const Tensor& x, const Tensor& weight, int64_t columns) {
+  require(x.dim() == 2 && x.is_contiguous() && weight.is_contiguous() && weight.scalar_type() == at::kFloat, "x and weight must be contiguous float32");
+  require(weight.size(1) == x.size(1) && weight.size(3) == 1 && weight.size(0) * 32 == columns, "the packed weight does not fit x and the columns");
+  Tensor out = at::empty({x.size(0), columns}, x.options());
+  neuron::packed_linear_float(floats(x), floats(weight), static_cast<float*>(out.mutable_data_ptr()), x.size(0), x.size(1), columns);
+  return out;
+}
+
 Tensor packed_linear(const Tensor& x, const Tensor& weight, int64_t columns, bool wide) {
+  if (x.scalar_type() == at::kFloat) return packed_linear_float(x, weight, columns);
   require(x.dim() == 2 && x.is_contiguous() && x.scalar_type() == at::kBFloat16, "x must be contiguous bfloat16 [T, K]");
   require(weight.is_contiguous() && weight.size(1) * 2 == x.size(1) && weight.size(0) * 32 == columns,
           "the packed weight does not fit x and the columns");
@@ -94,6 +103,23 @@ Tensor paged_attention(const Tensor& query, const Tensor& kv, const Tensor& bloc
   else
     neuron::paged_attention(halves(query), halves(kv), ints(block_tables), ints(request_rows), ints(positions),
                             static_cast<bf16*>(out.mutable_data_ptr()), shape);
+  return out;
+}
+
+Tensor encoder_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& request_rows, double scale) {
+  for (const Tensor* x : {&query, &key, &value}) {
+    require(x->dim() == 3 && x->stride(2) == 1 && x->stride(1) == x->size(2), "heads of a token must be adjacent");
+    require(x->sizes() == query.sizes() && x->stride(0) == query.stride(0) && x->scalar_type() == query.scalar_type(),
+            "query, key and value must be alike");
+  }
+  require(request_rows.is_contiguous() && request_rows.scalar_type() == at::kInt && request_rows.numel() == query.size(0), "rows must be contiguous int32 [T]");
+  require(query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kFloat, "bfloat16 or float32 only");
+  Tensor out = at::empty(query.sizes(), query.options());
+  const neuron::EncoderShape shape{query.size(0), query.size(1), query.size(2), query.stride(0), static_cast<float>(scale)};
+  if (query.scalar_type() == at::kFloat)
+    neuron::encoder_attention(floats(query), floats(key), floats(value), ints(request_rows), static_cast<float*>(out.mutable_data_ptr()), shape);
+  else
+    neuron::encoder_attention(halves(query), halves(key), halves(value), ints(request_rows), static_cast<bf16*>(out.mutable_data_ptr()), shape);
   return out;
 }
 
@@ -179,6 +205,42 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   return out;
 }
 
+void require_ints(const Tensor& t, int64_t rows, int64_t columns) {
+  require(t.is_contiguous() && t.scalar_type() == at::kInt && t.size(0) == rows && t.numel() == rows * columns,
+          "a row input must be contiguous int32 of as many rows as the logits, a bit mask of as many words as the vocabulary");
+}
+
+Tensor sample_edited(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+                     const Tensor& min_p, const Tensor& uniform, const Tensor& allowed, const Tensor& last_tokens,
+                     const Tensor& state_rows, const Tensor& bans_stop, const Tensor& ban_if, const Tensor& ban_then,
+                     const Tensor& penalties, const Tensor& bias, const Tensor& prompt_tokens, const Tensor& stop_tokens,
+                     const Tensor& output_counts) {
+  require(logits.dim() == 2 && logits.is_contiguous() && logits.scalar_type() == at::kFloat, "logits must be contiguous float32 [R, V]");
+  const int64_t rows = logits.size(0), vocab = logits.size(1), words = (vocab + 31) / 32, states = output_counts.size(0);
+  for (const Tensor* t : {&last_tokens, &state_rows, &bans_stop}) require_ints(*t, rows, 1);
+  require_ints(allowed, rows, words);
+  require(ban_if.dim() == 2 && ban_if.sizes() == ban_then.sizes(), "ban_if and ban_then must be of one shape [R, slots]");
+  for (const Tensor* t : {&ban_if, &ban_then}) require_ints(*t, rows, ban_if.size(1));
+  for (const Tensor* t : {&prompt_tokens, &stop_tokens}) require_ints(*t, states, words);
+  require_ints(output_counts, states, vocab);
+  require(penalties.is_contiguous() && penalties.numel() == 3 * states && bias.is_contiguous() && bias.sizes() == output_counts.sizes() &&
+              penalties.scalar_type() == at::kFloat && bias.scalar_type() == at::kFloat,
+          "penalties and bias must be contiguous float32 [S, 3] and [S, V]");
+  Tensor out = at::empty({rows}, logits.options().dtype(at::kInt));
+  const neuron::Edits edits{ints(last_tokens), ints(state_rows), ints(bans_stop), ints(ban_if), ints(ban_then), ban_if.size(1),
+                            floats(penalties), floats(bias), ints(prompt_tokens), ints(stop_tokens), ints(output_counts)};
+  neuron::sample_edited(floats(logits), floats(temperature), ints(top_k), floats(top_p), floats(min_p), floats(uniform), ints(allowed), edits,
+                        static_cast<int32_t*>(out.mutable_data_ptr()), rows, vocab);
+  return out;
+}
+
+void count_tokens_(Tensor counts, const Tensor& rows, const Tensor& tokens) {
+  require(counts.dim() == 2 && counts.is_contiguous() && counts.scalar_type() == at::kInt, "counts must be contiguous int32 [S, V]");
+  require_ints(rows, rows.size(0), 1);
+  require_ints(tokens, rows.size(0), 1);
+  neuron::count_tokens(static_cast<int32_t*>(counts.mutable_data_ptr()), ints(rows), ints(tokens), rows.size(0), counts.size(1));
+}
+
 bool has_packed_linear() { return neuron::has_packed_linear(); }
 void pin_threads(const Tensor& cpus) { neuron::pin_threads(ints(cpus), cpus.size(0)); }
 
@@ -193,10 +255,13 @@ TORCH_LIBRARY_IMPL(neuron, CPU, m) {
   m.impl("packed_linear", packed_linear);
   m.impl("kv_write_", kv_write_);
   m.impl("paged_attention", paged_attention);
+  m.impl("encoder_attention", encoder_attention);
   m.impl("rms_norm", rms_norm);
   m.impl("add_rms_norm", add_rms_norm);
   m.impl("rotary", rotary);
   m.impl("silu_mul", silu_mul);
   m.impl("greedy", greedy);
   m.impl("sample", sample);
+  m.impl("sample_edited", sample_edited);
+  m.impl("count_tokens_", count_tokens_);
 }

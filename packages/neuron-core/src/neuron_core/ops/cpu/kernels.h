@@ -78,6 +78,9 @@ void packed_linear(const bf16* x, const bf16* weight, bf16* out, int64_t rows, i
 void packed_linear_f32(const bf16* x, const bf16* weight, float* out, int64_t rows, int64_t inner, int64_t columns);
 bool has_packed_linear();
 
+// x [rows, inner] times a packed weight [columns/32, inner, 32, 1] -> out [rows, columns].
+void packed_linear_float(const float* x, const float* weight, float* out, int64_t rows, int64_t inner, int64_t columns);
+
 struct CacheShape {
   int64_t kv_heads, block_size, head_dim;
 };
@@ -119,11 +122,32 @@ template <typename T, typename C>
 void paged_attention(const T* query, const C* kv, const int32_t* block_tables, const int32_t* request_rows,
                      const int32_t* positions, T* out, AttentionShape shape);
 
+struct EncoderShape {
+  int64_t tokens, heads, head_dim, stride;  // from a token's first head to the next token's, in query, key and value
+  float scale;
+};
+
+// Each token over all tokens of its text: a run of equal request_rows; -1 is padding and gives zeros.
+template <typename T>
+void encoder_attention(const T* query, const T* key, const T* value, const int32_t* request_rows, T* out, EncoderShape shape);
+
 void greedy(const float* logits, int32_t* out, int64_t rows, int64_t vocab);
 // allowed may be null, or holds one bit per token, (vocab + 31) / 32 words a row; a token without its bit is not drawn.
 void sample(const float* logits, const float* temperature, const int32_t* top_k, const float* top_p,
             const float* min_p, const float* uniform, const int32_t* allowed, int32_t* out, int64_t rows,
             int64_t vocab);
+
+// What changes a row's logits before it is drawn; shapes and meanings are in logit_edits.py.
+struct Edits {
+  const int32_t *last_tokens, *state_rows, *bans_stop, *ban_if, *ban_then;
+  int64_t ban_slots;
+  const float *penalties, *bias;
+  const int32_t *prompt_tokens, *stop_tokens, *output_counts;
+};
+void sample_edited(const float* logits, const float* temperature, const int32_t* top_k, const float* top_p,
+                   const float* min_p, const float* uniform, const int32_t* allowed, const Edits& edits, int32_t* out,
+                   int64_t rows, int64_t vocab);
+void count_tokens(int32_t* counts, const int32_t* rows, const int32_t* tokens, int64_t count, int64_t vocab);
 
 void pin_threads(const int32_t* cpus, int64_t count);
 

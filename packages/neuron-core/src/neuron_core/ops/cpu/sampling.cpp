@@ -178,6 +178,70 @@ void mask(const float* logits, const int32_t* allowed, int64_t vocab, std::vecto
   }
 }
 
+constexpr float kBanned = -std::numeric_limits<float>::infinity();
+constexpr int32_t kAfterAny = -2;
+
+inline bool has_bit(const int32_t* words, int64_t token) {
+  return static_cast<uint32_t>(words[token / 32]) >> (token % 32) & 1u;
+}
+
+// The logits of a row as it is drawn: those given, or a copy with what the mask and the edits make of them.
+class EditedRow {
+ public:
+  const float* read(const float* logits, const int32_t* allowed, const Edits& edits, int64_t row, int64_t vocab) {
+    const int64_t words = (vocab + 31) / 32, state = edits.state_rows[row];
+    const float* given = logits + row * vocab;
+    const bool masked = !allows_all(allowed + row * words, words);
+    if (!masked && state < 0) return given;
+    if (masked)
+      mask(given, allowed + row * words, vocab, values_);
+    else
+      values_.assign(given, given + vocab);
+    if (state >= 0) {
+      const float* bias = edits.bias + state * vocab;
+      for (int64_t i = 0; i < vocab; ++i) values_[i] += bias[i];
+      ban_ends(edits, row, vocab);
+      if (edits.bans_stop[row]) ban_stops(edits.stop_tokens + state * words, vocab);
+      penalise(edits, state, words, vocab);
+    }
+    return values_.data();
+  }
+
+ private:
+  void ban_ends(const Edits& edits, int64_t row, int64_t vocab) {
+    for (int64_t slot = row * edits.ban_slots; slot < (row + 1) * edits.ban_slots; ++slot) {
+      const int32_t token = edits.ban_then[slot], after = edits.ban_if[slot];
+      if (token >= 0 && token < vocab && (after == kAfterAny || after == edits.last_tokens[row])) values_[token] = kBanned;
+    }
+  }
+
+  void ban_stops(const int32_t* stops, int64_t vocab) {
+    bool others = false;
+    for (int64_t i = 0; i < vocab && !others; ++i) others = values_[i] != kBanned && !has_bit(stops, i);
+    if (!others) return;
+    for (int64_t i = 0; i < vocab; ++i)
+      if (has_bit(stops, i)) values_[i] = kBanned;
+  }
+
+  void penalise(const Edits& edits, int64_t state, int64_t words, int64_t vocab) {
+    const float* penalties = edits.penalties + state * 3;
+    const float repetition = penalties[0], presence = penalties[1], frequency = penalties[2];
+    if (repetition == 1.0f && presence == 0.0f && frequency == 0.0f) return;
+    const int32_t* counts = edits.output_counts + state * vocab;
+    const int32_t* prompt = edits.prompt_tokens + state * words;
+    for (int64_t i = 0; i < vocab; ++i) {
+      const int32_t count = counts[i];
+      if (count == 0 && !has_bit(prompt, i)) continue;
+      float value = values_[i];
+      value = value > 0.0f ? value / repetition : value * repetition;
+      value -= frequency * static_cast<float>(count);
+      values_[i] = value - (count > 0 ? presence : 0.0f);
+    }
+  }
+
+  std::vector<float> values_;
+};
+
 }  // namespace
 
 void greedy(const float* logits, int32_t* out, int64_t rows, int64_t vocab) {
@@ -200,6 +264,24 @@ void sample(const float* logits, const float* temperature, const int32_t* top_k,
     out[row] = temperature[row] < 1e-5f ? first_largest(values, vocab)
                                         : sampler.draw(values, vocab, temperature[row], limits, uniform[row]);
   });
+}
+
+void sample_edited(const float* logits, const float* temperature, const int32_t* top_k, const float* top_p,
+                   const float* min_p, const float* uniform, const int32_t* allowed, const Edits& edits, int32_t* out,
+                   int64_t rows, int64_t vocab) {
+  parallel_chunks(rows, [=](int64_t row) {
+    static thread_local Sampler sampler;
+    static thread_local EditedRow edited;
+    const float* values = edited.read(logits, allowed, edits, row, vocab);
+    const Limits limits{top_k[row] >= vocab ? 0 : top_k[row], top_p[row], min_p[row]};
+    out[row] = temperature[row] < 1e-5f ? first_largest(values, vocab)
+                                        : sampler.draw(values, vocab, temperature[row], limits, uniform[row]);
+  });
+}
+
+void count_tokens(int32_t* counts, const int32_t* rows, const int32_t* tokens, int64_t count, int64_t vocab) {
+  for (int64_t i = 0; i < count; ++i)
+    if (rows[i] >= 0) ++counts[rows[i] * vocab + tokens[i]];
 }
 
 }  // namespace neuron
