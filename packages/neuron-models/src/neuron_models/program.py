@@ -11,6 +11,7 @@ from neuron_core import ops
 from neuron_core.errors import ConfigError
 from neuron_core.graphs.buckets import Bucket, Phase
 from neuron_core.graphs.program import Part, Program
+from neuron_core.logit_edits import EDIT_INPUTS, OUTPUT_COUNTS, STATE_ROWS, STATE_TENSORS
 from neuron_core.prompt_embeds import IS_TOKEN, PROMPT_EMBEDS
 from neuron_core.token_mask import ALLOWED_TOKENS
 from neuron_models.layers import RMSNorm
@@ -18,7 +19,8 @@ from neuron_models.rope import RotaryTable
 from neuron_parallel import ParallelLMHead, VocabParallelEmbedding, all_gather
 
 CONTEXT = ("cos", "sin", "positions", "slots", "request_rows", "block_tables")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform", ALLOWED_TOKENS)
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "uniform")
+EDITS = (*EDIT_INPUTS, *STATE_TENSORS)
 
 
 class EmbeddingPart(nn.Module):
@@ -93,18 +95,32 @@ class GreedyHead(nn.Module):
 class SamplingHead(GreedyHead):
     """Last hidden states to a drawn token of each request, its logits, and all normed hidden states."""
 
+    inputs: ClassVar[tuple[str, ...]] = (
+        *("hidden", "residual", "sample_rows", "token_ids", *DRAWING, ALLOWED_TOKENS),
+        *EDITS,
+    )
+    """The program values that ``forward`` takes, in order."""
+
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
         residual: Tensor,
         sample_rows: Tensor,
+        token_ids: Tensor,
         *sampling: Tensor,
         sequence_parallel: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``tokens`` int32 ``[R]``, ``logits`` float32 ``[R, V]``, ``hidden_states [T, hidden]``."""
+        """``tokens`` int32 ``[R]``, ``logits`` float32 ``[R, V]`` before any edit, ``hidden_states [T, hidden]``.
+
+        The tokens are counted in the state rows that ``sampling`` names.
+        """
         hidden_states = self.normed(hidden, residual, sequence_parallel)
         logits = self.lm_head(hidden_states.index_select(0, sample_rows))
-        return ops.sample(logits, *sampling), logits, hidden_states
+        drawing, (allowed, *edits) = sampling[: len(DRAWING)], sampling[len(DRAWING) :]
+        tokens = ops.sample_edited(logits, *drawing, allowed, token_ids.index_select(0, sample_rows), *edits)
+        given = dict(zip(EDITS, edits, strict=True))
+        ops.count_tokens_(given[OUTPUT_COUNTS], given[STATE_ROWS], tokens)
+        return tokens, logits, hidden_states
 
 
 def decoder_program(
@@ -155,8 +171,8 @@ def _greedy_part(norm: RMSNorm, lm_head: ParallelLMHead, static: tuple[tuple[str
 
 
 def _sampling_part(norm: RMSNorm, lm_head: ParallelLMHead, static: tuple[tuple[str, bool], ...]) -> Part:
-    inputs = ("hidden", "residual", "sample_rows", *SAMPLING)
-    return Part("sample", SamplingHead(norm, lm_head), inputs, ("tokens", "logits", "hidden_states"), static)
+    outputs = ("tokens", "logits", "hidden_states")
+    return Part("sample", SamplingHead(norm, lm_head), SamplingHead.inputs, outputs, static)
 
 
 def _variants(bucket: Bucket) -> str:

@@ -16,7 +16,15 @@ from vllm.exceptions import VLLMValidationError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-__all__ = ["HONOURED", "REFUSED", "Place", "Refused", "admission_markdown", "validate_request"]
+__all__ = [
+    "HONOURED",
+    "REFUSED",
+    "Place",
+    "Refused",
+    "admission_markdown",
+    "refuse_unread",
+    "validate_request",
+]
 
 
 class Place(StrEnum):
@@ -24,6 +32,9 @@ class Place(StrEnum):
 
     GRAPH = "in the graph"
     HOST = "on the host, from the graph's logits"
+    GRAPH_OR_HOST = (
+        "in the graph; on the host, from the graph's logits, if more than 64 have more than one token"
+    )
     HIDDEN_STATES = "on the host, from the graph's hidden states"
     ENGINE = "in vLLM's engine or front end"
 
@@ -35,13 +46,13 @@ HONOURED: dict[str, Place] = {
     "min_p": Place.GRAPH,
     "seed": Place.GRAPH,
     "structured_outputs": Place.GRAPH,
-    "presence_penalty": Place.HOST,
-    "frequency_penalty": Place.HOST,
-    "repetition_penalty": Place.HOST,
-    "logit_bias": Place.HOST,
-    "allowed_token_ids": Place.HOST,
-    "bad_words": Place.HOST,
-    "min_tokens": Place.HOST,
+    "presence_penalty": Place.GRAPH,
+    "frequency_penalty": Place.GRAPH,
+    "repetition_penalty": Place.GRAPH,
+    "logit_bias": Place.GRAPH,
+    "allowed_token_ids": Place.GRAPH,
+    "bad_words": Place.GRAPH_OR_HOST,
+    "min_tokens": Place.GRAPH,
     "logprobs": Place.HOST,
     "prompt_logprobs": Place.HOST,
     "n": Place.ENGINE,
@@ -99,29 +110,44 @@ POOLING_HONOURED: dict[str, Place] = {
     "dimensions": Place.HIDDEN_STATES,
     "skip_reading_prefix_cache": Place.ENGINE,
     "output_kind": Place.ENGINE,
-    # Set by vLLM for its own poolers of tokens; an embedding needs none.
+    # Set by vLLM for its own poolers of tokens; a text as a whole needs none.
     "requires_token_ids": Place.ENGINE,
 }
 
+PAIR_KEYS = (
+    "compressed_token_type_ids",
+    "max_tokens_per_query",
+    "max_tokens_per_doc",
+    "chat_template_kwargs",
+    "cache_salt",
+)
+"""Keys of ``extra_kwargs``: the first is vLLM's word of where a second text begins, its front end reads the others."""
+
 POOLING_REFUSED: dict[str, Refused] = {
     "task": Refused(
-        lambda task: task not in (None, "embed"),
-        "only texts as a whole are embedded (no classify or token-level task); use embed",
+        lambda task: task not in (None, "embed", "classify"),
+        "only texts as a whole are pooled (no token-level task); use embed or classify",
     ),
     "step_tag_id": Refused(_given, "rewards of steps are not supported"),
     "returned_token_ids": Refused(_given, "rewards of steps are not supported"),
     "late_interaction_params": Refused(_given, "late interaction is not supported"),
-    "extra_kwargs": Refused(bool, "no part of this engine reads it; leave it out"),
+    "extra_kwargs": Refused(
+        lambda extra: bool(set(extra or ()) - {*PAIR_KEYS}),
+        f"no part of this engine reads it; known keys are {', '.join(PAIR_KEYS)}, of pairs of texts",
+    ),
 }
 
 REFUSED_EXTRA_ARGS = {
     "kv_transfer_params": "KV transfer is not supported",
     "ec_transfer_params": "encoder-cache transfer is not supported",
 }
-"""Keys of ``extra_args`` with a meaning of their own; any other key asks for what no part here provides."""
+"""Keys of ``extra_args`` with a meaning of their own; any other key is for custom logits processors."""
 
 PASSIVE_EXTRA_ARGS = ("kv_cache_report_mode",)
 """Keys of ``extra_args`` that vLLM's scheduler itself reads."""
+
+
+WIDEST = 2**63
 
 
 def validate_request(params: SamplingParams | PoolingParams, *, has_embeds: bool = False) -> None:
@@ -131,10 +157,31 @@ def validate_request(params: SamplingParams | PoolingParams, *, has_embeds: bool
     """
     if isinstance(params, PoolingParams):
         _check_refused(params, POOLING_REFUSED)
+        _check_pair(params)
         return
     _check_refused(params, REFUSED)
+    _check_width(params)
     _check_prompt_logprobs(params, has_embeds)
-    _check_extra_args(params.extra_args or {})
+    for name, reason in REFUSED_EXTRA_ARGS.items():
+        _refuse_extra_arg(params, name, reason)
+
+
+def refuse_unread(params: SamplingParams) -> None:
+    """Raise ``VLLMValidationError`` for ``extra_args`` that nothing reads in an engine without logits processors."""
+    for name in params.extra_args or {}:
+        if name not in PASSIVE_EXTRA_ARGS:
+            reason = (
+                "no part of this engine reads it; leave it out, or start with --logits-processors that do"
+            )
+            _refuse_extra_arg(params, name, reason)
+
+
+def _check_pair(params: PoolingParams) -> None:
+    start = (params.extra_kwargs or {}).get(PAIR_KEYS[0])
+    is_place = isinstance(start, int) and not isinstance(start, bool) and start >= 0
+    if start is not None and not (is_place and params.task == "classify"):
+        reason = "the place of a second text is for classifying a pair, and a whole number; leave it out"
+        raise VLLMValidationError(reason, parameter=f"extra_kwargs.{PAIR_KEYS[0]}", value=start)
 
 
 def _check_refused(params: SamplingParams | PoolingParams, table: dict[str, Refused]) -> None:
@@ -142,6 +189,16 @@ def _check_refused(params: SamplingParams | PoolingParams, table: dict[str, Refu
         value = getattr(params, name)
         if refused.is_set(value):
             raise VLLMValidationError(refused.reason, parameter=name, value=value)
+
+
+def _check_width(params: SamplingParams) -> None:
+    """What the engine's process is sent holds whole numbers of 64 bits; vLLM answers a wider one with 500."""
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        for number in (value or ()) if name == "stop_token_ids" else (value,):
+            if isinstance(number, int) and not -WIDEST <= number < WIDEST:
+                reason = "must be a whole number of 64 bits, so below 2**63"
+                raise VLLMValidationError(reason, parameter=name, value=number)
 
 
 def _check_prompt_logprobs(params: SamplingParams, has_embeds: bool) -> None:
@@ -154,11 +211,10 @@ def _check_prompt_logprobs(params: SamplingParams, has_embeds: bool) -> None:
         raise VLLMValidationError(reason, parameter="skip_reading_prefix_cache", value=False)
 
 
-def _check_extra_args(extra_args: dict[str, Any]) -> None:
-    for name, value in extra_args.items():
-        if name not in PASSIVE_EXTRA_ARGS and value is not None:
-            reason = REFUSED_EXTRA_ARGS.get(name, "no part of this engine reads it; leave it out")
-            raise VLLMValidationError(reason, parameter=f"extra_args.{name}", value=value)
+def _refuse_extra_arg(params: SamplingParams, name: str, reason: str) -> None:
+    value = (params.extra_args or {}).get(name)
+    if value is not None:
+        raise VLLMValidationError(reason, parameter=f"extra_args.{name}", value=value)
 
 
 def admission_markdown() -> str:
@@ -167,6 +223,6 @@ def admission_markdown() -> str:
     rows += [f"| `{name}` | {place} |" for name, place in HONOURED.items() if not name.startswith("_")]
     rows += [f"| `{name}` | no: {refused.reason} |" for name, refused in REFUSED.items()]
     rows += [f"| `extra_args.{name}` | no: {reason} |" for name, reason in REFUSED_EXTRA_ARGS.items()]
-    rows += [f"| `{name}` of an embedding | {place} |" for name, place in POOLING_HONOURED.items()]
-    rows += [f"| `{name}` of an embedding | no: {no.reason} |" for name, no in POOLING_REFUSED.items()]
+    rows += [f"| `{name}` of a pooling request | {place} |" for name, place in POOLING_HONOURED.items()]
+    rows += [f"| `{name}` of a pooling request | no: {no.reason} |" for name, no in POOLING_REFUSED.items()]
     return "\n".join(rows) + "\n"

@@ -19,7 +19,7 @@ from neuron_models.pooling import check_pooling_model
 from neuron_parallel import ParallelPlan
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 __all__ = [
     "BLOCK_SIZE_MULTIPLE",
@@ -207,8 +207,8 @@ MODEL_REFUSALS = (
     Refusal(
         "--convert",
         lambda c: c.model_config.convert_type,
-        ("none", "embed"),
-        "classifying and cross-encoders are not supported; use none, or embed with --runner pooling",
+        ("none", "embed", "classify"),
+        "not supported; leave it out: the checkpoint's head decides what a pooling model gives",
     ),
     _unset(
         "--quantization",
@@ -237,7 +237,12 @@ MODEL_REFUSALS = (
     _off("--enable-cumem-allocator", lambda c: c.model_config.enable_cumem_allocator),
     _off("--return-sampling-mask", lambda c: c.model_config.return_sampling_mask),
     _off("--enable-trace-replay", lambda c: c.model_config.enable_trace_replay),
-    _unset("--logits-processors", lambda c: c.model_config.logits_processors or None),
+    Refusal(
+        "--logits-processors",
+        lambda c: (c.model_config.runner_type == "pooling" and c.model_config.logits_processors) or None,
+        (None,),
+        "a pooling model draws no token; leave it out",
+    ),
     Refusal(
         "--logprobs-mode",
         lambda c: str(getattr(c.model_config.logprobs_mode, "value", c.model_config.logprobs_mode)),
@@ -276,6 +281,20 @@ def check_settings(vllm_config: VllmConfig) -> None:
     _check_block_size(vllm_config)
     if has_model:
         _check_chunking(vllm_config)
+        _check_logits_processors(vllm_config.model_config)
+
+
+def _check_logits_processors(model_config: ModelConfig) -> None:
+    # vLLM loads them once the weights are loaded.
+    named = model_config.logits_processors
+    if named:
+        from vllm_neuron.runner.processors import has_custom_processors
+
+        try:
+            has_custom_processors(model_config)
+        except Exception as error:
+            hint = f"cannot be loaded ({error}); name classes of vLLM's LogitsProcessor as module:Class"
+            raise ConfigError("--logits-processors", named, hint) from error
 
 
 def _check_block_size(vllm_config: VllmConfig) -> None:

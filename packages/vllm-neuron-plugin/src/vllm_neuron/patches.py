@@ -112,6 +112,26 @@ def _check_prompt_embeds() -> None:
     InputProcessor._validate_model_input = _validate_model_input
 
 
+def _check_extra_args() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_neuron.admission import refuse_unread
+    from vllm_neuron.runner.processors import has_custom_processors
+
+    original = InputProcessor._build_logits_processors_params_validator
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def _build_logits_processors_params_validator(self: Any) -> Callable[[Any], None]:
+        validate: Callable[[Any], None] = original(self)
+        if has_custom_processors(self.model_config):
+            return validate
+        return refuse_unread  # the other has no processor to ask
+
+    InputProcessor._build_logits_processors_params_validator = _build_logits_processors_params_validator
+
+
 def _check_payload_layout() -> None:
     from vllm.renderers import embed_utils
 
@@ -162,6 +182,12 @@ PATCHES = (
         "Platform.validate_request is not told which model a request is for",
         remove_when="vLLM checks embeddings of every front end, and keys cached blocks by where tokens are",
         apply=_check_prompt_embeds,
+    ),
+    Patch(
+        what="vLLM's InputProcessor refuses extra_args in an engine without custom logits processors",
+        why="nothing reads them there, and Platform.validate_request is not told which engine a request is for",
+        remove_when="vLLM refuses them, or the hook is given the engine's configuration",
+        apply=_check_extra_args,
     ),
     Patch(
         what="a payload of embeddings that holds a nested tensor or one without memory is refused",

@@ -19,19 +19,21 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from neuron_core.devices.discovery import open_device
 from neuron_core.environ import Environment
 from neuron_core.errors import ConfigError
-from neuron_core.memory import MemoryBudget, module_bytes
+from neuron_core.memory import MemoryBudget, module_bytes, tensor_bytes
 from neuron_core.metrics import NeuronMetrics
 from neuron_core.protocols import StaticModel
 from neuron_parallel import ParallelGroups, ParallelPlan
 from vllm_neuron.config import bucket_plan, neuron_config
 from vllm_neuron.graphs import graph_builder
 from vllm_neuron.platform import discovered
-from vllm_neuron.pooling.pooler import EmbeddingPooler
+from vllm_neuron.pooling.pooler import TextPooler
 from vllm_neuron.pooling.runner import PoolingRunner
+from vllm_neuron.pooling.settings import pooling_task
 from vllm_neuron.profiling import rank_profiler
 from vllm_neuron.progress import WarmUpProgress
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.model_runner import NeuronModelRunner
+from vllm_neuron.runner.processors import custom_processors
 from vllm_neuron.start_estimate import StartEstimates
 from vllm_neuron.startup_times import StartupTimes
 from vllm_neuron.unfilled import unfilled_model
@@ -163,10 +165,16 @@ class NeuronWorker(WorkerBase):
         self.runner = self._pooling_runner(executor) if self.plan.pooling else self._model_runner(executor)
 
     def _pooling_runner(self, executor: GraphExecutor) -> PoolingRunner:
-        pooler = EmbeddingPooler(self.vllm_config)
+        pooler = TextPooler(self.vllm_config, self.model)
         return PoolingRunner(executor, self.plan, self.metrics, self.stream, pooler, overlap=self.overlap)
 
     def _model_runner(self, executor: GraphExecutor) -> NeuronModelRunner:
+        processors = custom_processors(self.vllm_config)
+        if processors is not None and self.rank == 0:
+            logger.warning(
+                "%s: custom logits processors run on the host, so every token of every request is drawn there",
+                ", ".join(processors.names),
+            )
         return NeuronModelRunner(
             executor,
             self.plan,
@@ -176,6 +184,7 @@ class NeuronWorker(WorkerBase):
             logprobs_mode=self.model_config.logprobs_mode,
             sample_on_device=self.settings.on_device_sampling,
             overlap=self.overlap,
+            processors=processors,
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -186,15 +195,24 @@ class NeuronWorker(WorkerBase):
             self._on_stream(lambda: executor.compile(progress, self.times))
         seconds = time.perf_counter() - begun
         self.metrics.cache_used(asdict(executor.builder.cache.counters))
+        self.metrics.device_memory(self._memory())
         self.metrics.started(self.times.total(), self.times.phases())
         if self.rank == 0:
             logger.info("%s", progress.summary(seconds))
             logger.info("%s", self.times.summary())
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
+    def _memory(self) -> dict[str, int]:
+        """Bytes by kind: tensors as they are, and of what a step may hold besides the bound it was planned with."""
+        return {
+            "weights": module_bytes([self.get_model()]),
+            "kv_cache": tensor_bytes(self.runner.executor.kv_tensors),
+            "activations": self.activation_bytes,
+        }
+
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """Text generation, or embedding with ``--runner pooling``."""
-        return ("embed",) if self.plan.pooling else ("generate",)
+        """Text generation; with ``--runner pooling`` embedding, or classifying if the checkpoint has a head for it."""
+        return (pooling_task(self.vllm_config),) if self.plan.pooling else ("generate",)
 
     @torch.no_grad()
     def execute_model(

@@ -8,7 +8,7 @@ from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 
-from vllm_neuron.admission import HONOURED, POOLING_HONOURED, POOLING_REFUSED, REFUSED
+from vllm_neuron.admission import HONOURED, POOLING_HONOURED, POOLING_REFUSED, REFUSED, refuse_unread
 
 
 def test_every_field_of_vllm_is_in_exactly_one_table():
@@ -70,8 +70,27 @@ def test_honoured_parameters_pass(params):
     current_platform.validate_request({}, SamplingParams(**params))
 
 
-@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "some_extension"])
-def test_extra_arguments_nobody_reads_are_refused(name):
+@pytest.mark.parametrize("name", ["stream_interval", "top_k", "max_tokens", "logprobs", "stop_token_ids"])
+def test_a_number_that_cannot_be_sent_to_the_engine_is_refused_by_name(name):
+    for number in (2**62, 2**63):
+        params = SamplingParams(**{name: [7, number] if name == "stop_token_ids" else number})
+        if number == 2**62:
+            current_platform.validate_request({}, params)
+            continue
+        with pytest.raises(VLLMValidationError, match="64 bits") as caught:
+            current_platform.validate_request({}, params)
+        assert (caught.value.parameter, caught.value.value) == (name, number)
+
+
+def test_extra_arguments_without_a_reader_are_refused():
+    with pytest.raises(VLLMValidationError) as caught:
+        refuse_unread(SamplingParams(extra_args={"some_extension": 1}))
+    assert caught.value.parameter == "extra_args.some_extension"
+    refuse_unread(SamplingParams(extra_args={"some_extension": None, "kv_cache_report_mode": "full"}))
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_extra_arguments_of_what_is_not_supported_are_refused(name):
     with pytest.raises(VLLMValidationError) as caught:
         current_platform.validate_request({}, SamplingParams(extra_args={name: {"a": 1}}))
     assert caught.value.parameter == f"extra_args.{name}"
@@ -94,7 +113,6 @@ def test_every_field_of_a_pooling_request_is_in_exactly_one_table():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("task", "classify"),
         ("task", "token_embed"),
         ("task", "plugin"),
         ("step_tag_id", 1),
@@ -103,13 +121,27 @@ def test_every_field_of_a_pooling_request_is_in_exactly_one_table():
         ("extra_kwargs", {"a": 1}),
     ],
 )
-def test_a_pooling_request_for_more_than_an_embedding_is_refused(name, value):
+def test_a_pooling_request_for_more_than_a_text_as_a_whole_is_refused(name, value):
     params = PoolingParams(task="embed")
     current_platform.validate_request({}, params)
     setattr(params, name, value)
     with pytest.raises(VLLMValidationError) as caught:
         current_platform.validate_request({}, params)
     assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize("start", [-1, "2", 1.5, True])
+def test_the_place_of_a_second_text_must_be_one(start):
+    for task, value in (("classify", start), ("embed", 2)):
+        params = PoolingParams(task=task, extra_kwargs={"compressed_token_type_ids": value})
+        with pytest.raises(VLLMValidationError, match="the place of a second text") as caught:
+            current_platform.validate_request({}, params)
+        assert caught.value.parameter == "extra_kwargs.compressed_token_type_ids"
+
+
+def test_parameters_of_a_pair_pass():
+    for extra in ({"compressed_token_type_ids": 0}, {"max_tokens_per_doc": 4}, {}):
+        current_platform.validate_request({}, PoolingParams(task="classify", extra_kwargs=extra))
 
 
 def test_parameters_of_an_embedding_pass():

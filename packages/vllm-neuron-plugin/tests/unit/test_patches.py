@@ -26,6 +26,7 @@ def _patched() -> tuple[object, ...]:
         EngineArgs.create_engine_config,
         _ModelRegistry.inspect_model_cls,
         InputProcessor._validate_model_input,
+        InputProcessor._build_logits_processors_params_validator,
         BaseRenderer._process_embeds,
         embed_utils.safe_to_dense,
     )

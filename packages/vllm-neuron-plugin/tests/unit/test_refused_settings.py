@@ -26,6 +26,7 @@ REFUSED = [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         "--speculative-config='SpeculativeConfig': not supported; leave it out",
     ),
+    # Case N6 of the public reports: a connector that saves and never loads.
     (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         "--kv-transfer-config",
@@ -56,7 +57,7 @@ REFUSED = [
     ({"runner": "draft"}, "--runner='draft': not supported; use generate, or pooling for embeddings"),
     (
         {"runner": "pooling", "convert": "classify"},
-        "--convert='classify': classifying and cross-encoders",
+        "--convert='classify': the checkpoint's head decides",
     ),
     ({"dtype": "float16"}, "--dtype='float16': not supported; use bfloat16 or float32"),
     ({"block_size": 24}, "--block-size=24: must be a multiple of 16; 16 and 32 work"),
@@ -85,7 +86,15 @@ REFUSED = [
         },
         "--profiler-config.torch_profiler_activities=['CUDA']: torch sees no other device",
     ),
-    ({"logits_processors": ["some.module:Processor"]}, "--logits-processors"),
+    (
+        {"logits_processors": ["some.module:Processor"]},
+        "--logits-processors=['some.module:Processor']: cannot be loaded",
+    ),
+    ({"logits_processors": ["collections:OrderedDict"]}, "must be a subclass of LogitsProcessor"),
+    (
+        {"logits_processors": ["some.module:Processor"], "runner": "pooling"},
+        "--logits-processors=['some.module:Processor']: a pooling model draws no token",
+    ),
     ({"worker_cls": "some.Worker"}, "--worker-cls='some.Worker': not supported; leave it out"),
     ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     ({"compilation_config": {"mode": 3}}, "--compilation-config.mode"),

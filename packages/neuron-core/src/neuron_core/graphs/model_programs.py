@@ -11,6 +11,7 @@ from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
 from neuron_core.graphs.build import Specs
 from neuron_core.graphs.program import Program, TensorSpec
 from neuron_core.kv.layout import KVLayout
+from neuron_core.logit_edits import edit_specs, no_edits, state_specs
 from neuron_core.prompt_embeds import only_tokens, prompt_embed_specs
 from neuron_core.protocols import StaticModel
 from neuron_core.step import StepInput
@@ -54,11 +55,12 @@ class ModelPrograms:
         if bucket.phase is Phase.EMBED:
             return {**step, **kv}
         mask = {ALLOWED_TOKENS: (mask_shape(bucket.num_seqs, self.model.vocab_size), torch.int32)}
+        state = state_specs(self.plan.max_num_seqs, self.model.vocab_size)
         embeds = prompt_embed_specs(bucket.num_tokens, self.model)
-        return {**step, **mask, **embeds, **kv}
+        return {**step, **mask, **edit_specs(bucket.num_seqs), **state, **embeds, **kv}
 
     def padding(self, bucket: Bucket, rank: int = 0) -> dict[str, torch.Tensor]:
-        """Every input but the cache, for a step without a token."""
+        """Every input but the cache and the sampling state, for a step without a token."""
         if bucket.phase is Phase.LOGITS:
             return {
                 HIDDEN_STATES: torch.zeros(bucket.num_tokens, self.model.hidden_size, dtype=self.model.dtype)
@@ -67,7 +69,7 @@ class ModelPrograms:
         if bucket.phase is Phase.EMBED:
             return step
         mask = {ALLOWED_TOKENS: allow_everything(bucket.num_seqs, self.model.vocab_size)}
-        return {**step, **mask, **only_tokens(bucket.num_tokens, self.model)}
+        return {**step, **mask, **no_edits(bucket.num_seqs), **only_tokens(bucket.num_tokens, self.model)}
 
     def _kv(self, layout: KVLayout) -> TensorSpec:
         return TensorSpec.contiguous(layout.shape(self.num_blocks), layout.dtype)

@@ -16,8 +16,10 @@ from neuron_core.graphs.compiled import CompiledProgram
 from neuron_core.graphs.model_programs import HIDDEN_STATES, ModelPrograms
 from neuron_core.graphs.program import Program
 from neuron_core.kv.layout import KVLayout
+from neuron_core.logit_edits import no_edits
 from neuron_core.prompt_embeds import only_tokens
 from neuron_core.protocols import StaticModel
+from neuron_core.sampling_state import RowEdits, SamplingState
 from neuron_core.token_mask import allow_everything
 from vllm_neuron.startup_times import StartupTimes
 
@@ -26,7 +28,7 @@ Progress = Callable[[int, int, Bucket, str], None]
 
 
 class GraphExecutor:
-    """The compiled graphs of one model and its KV tensors."""
+    """The compiled graphs of one model, its KV tensors and its sampling state."""
 
     def __init__(self, model: StaticModel, plan: BucketPlan, builder: GraphBuilder, rank: int) -> None:
         self.model = model
@@ -34,18 +36,33 @@ class GraphExecutor:
         self.builder = builder
         self.rank = rank
         self._kv: dict[str, Tensor] = {}
+        self._state: SamplingState | None = None
         self._everything: dict[int, Tensor] = {}
+        self._no_edits: dict[int, dict[str, Tensor]] = {}
         self._only_tokens: dict[int, dict[str, Tensor]] = {}
         self._programs: dict[tuple[Bucket, str], CompiledProgram] = {}
 
     def allocate(self, layouts: Sequence[KVLayout], num_blocks: int, device: torch.device) -> None:
-        """Make the KV tensors, one per layer."""
+        """Make the KV tensors, one per layer, and the state rows of a model that draws tokens."""
         self._kv = {f"kv.{i}": layout.allocate(num_blocks, device) for i, layout in enumerate(layouts)}
+        if not self.plan.pooling:
+            self._state = SamplingState(self.plan.max_num_seqs, self.model.vocab_size, device)
 
     @property
     def kv_tensors(self) -> tuple[Tensor, ...]:
         """The cache of each layer, ``[num_blocks, kv_heads, block_size, 2 * head_dim]``."""
         return tuple(self._kv.values())
+
+    @property
+    def _kept(self) -> dict[str, Tensor]:
+        """Every tensor that outlives a step, by its name among the inputs of programs."""
+        return {**self._kv, **(self._state.tensors if self._state else {})}
+
+    def write_state(self, row: int, edits: RowEdits) -> None:
+        """Make a state row that of a request with ``edits``; see `SamplingState.write`."""
+        if self._state is None:
+            raise RuntimeError("this model draws no tokens, so it has no state rows")
+        self._state.write(row, edits)
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear blocks in every layer."""
@@ -78,7 +95,7 @@ class GraphExecutor:
             program = waiting.result()
             waited = time.perf_counter() - begun
             times.spend("compile" if self.builder.stats.compiled > compiled else "artifact load", waited)
-            program.bind({name: tensor for name, tensor in self._kv.items() if name in program.inputs})
+            program.bind({name: tensor for name, tensor in self._kept.items() if name in program.inputs})
             self._programs[bucket, variant] = program
             with times.phase("warm-up"):
                 self._warm(bucket, parts, program, warmed)
@@ -97,6 +114,12 @@ class GraphExecutor:
         if num_seqs not in self._everything:
             self._everything[num_seqs] = allow_everything(num_seqs, self.model.vocab_size)
         return self._everything[num_seqs]
+
+    def no_edits(self, num_seqs: int) -> dict[str, Tensor]:
+        """What a step without an edit says: the same tensors each time, which nobody may change."""
+        if num_seqs not in self._no_edits:
+            self._no_edits[num_seqs] = no_edits(num_seqs)
+        return self._no_edits[num_seqs]
 
     def only_tokens(self, num_tokens: int) -> dict[str, Tensor]:
         """What a step of ``num_tokens`` without embeddings gives a model that takes them, and any other nothing.
@@ -141,4 +164,4 @@ class GraphExecutor:
     def _padding(self, bucket: Bucket) -> dict[str, Tensor]:
         """Every input of the bucket's programs for a step without a token."""
         values = self._programs_of_model().padding(bucket, self.rank)
-        return values if bucket.phase is Phase.LOGITS else {**values, **self._kv}
+        return values if bucket.phase is Phase.LOGITS else {**values, **self._kept}

@@ -14,6 +14,7 @@ from neuron_core.devices.stream import Execution, Stream
 from neuron_core.graphs.buckets import BucketPlan
 from neuron_core.metrics import NeuronMetrics
 from neuron_core.profiling.timeline import Kind, timed
+from vllm_neuron.runner.edits import StateRows
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.feed import make_feed
 from vllm_neuron.runner.grammar import allowed_tokens
@@ -21,6 +22,7 @@ from vllm_neuron.runner.host_sampling import host_rows
 from vllm_neuron.runner.inputs import Batch, build, scheduled_batch
 from vllm_neuron.runner.logprobs import prompt_parts, scores_of
 from vllm_neuron.runner.output import StepOutput, wait_for
+from vllm_neuron.runner.processors import CustomProcessors
 from vllm_neuron.runner.prompt_embeds import embedding_inputs
 from vllm_neuron.runner.requests import Request, RequestTable
 from vllm_neuron.runner.step import BlockChanges, Step, StepResult
@@ -57,12 +59,15 @@ class NeuronModelRunner:
         logprobs_mode: str,
         sample_on_device: bool,
         overlap: bool = False,
+        processors: CustomProcessors | None = None,
     ) -> None:
         self.executor = executor
         self.plan = plan
         self.metrics = metrics
         self.stream = stream
-        self.sample_on_device = sample_on_device
+        self.sample_on_device = sample_on_device and processors is None
+        self.processors = processors
+        self.state_rows = StateRows(plan.max_num_seqs)
         self.overlap = overlap
         self.scores = scores_of(logprobs_mode)
         width = plan.context_len // plan.block_size
@@ -78,6 +83,7 @@ class NeuronModelRunner:
         """Submit one step; None means that :meth:`sample_tokens` has its output."""
         self._collect(most_left=1)
         self.table.update(schedule)
+        self.state_rows.release(self.table.requests, tuple(schedule.preempted_req_ids or ()))
         blocks = BlockChanges.of(schedule)
         if schedule.total_num_scheduled_tokens == 0:
             if blocks:
@@ -117,30 +123,36 @@ class NeuronModelRunner:
         before = self._in_flight[-1].step if self._in_flight else None
         earlier = before.batch.requests if before is not None else ()
         feed = make_feed(self.table, batch, earlier)
-        edited = [
+        hosted = [
             row
             for row, (request, draws) in enumerate(zip(batch.requests, batch.draws, strict=True))
-            if draws and (request.on_host or not self.sample_on_device)
+            if draws and self._on_host(request)
         ]
-        variant = "sample" if allowed is not None else self._variant(batch)
-        rows = host_rows(self.table, batch.requests, edited, earlier)
+        rows = host_rows(self.table, batch.requests, hosted, earlier)
+        edited = [request for request in batch.requests if request.is_edited and not self._on_host(request)]
         needs_tokens = bool(feed) or any(row.earlier_row is not None for row in rows)
         return Step(
             self.executor,
             batch,
-            variant,
+            "sample" if allowed is not None else self._variant(batch),
             build(self.table, batch, self.executor.rank, feed),
             self.scores,
             blocks,
-            feed,
-            rows,
-            prompt_parts(batch, self.table.num_computed),
-            allowed,
-            embedding_inputs(
+            state_writes=self.state_rows.assign(self.table, edited),
+            edits=self.state_rows.inputs(self.table, batch) if edited else None,
+            feed=feed,
+            host_rows=rows,
+            processors=self.processors,
+            prompts=prompt_parts(batch, self.table.num_computed),
+            allowed=allowed,
+            embeds=embedding_inputs(
                 batch, self.table.num_computed, self.executor.only_tokens(batch.bucket.num_tokens)
             ),
-            before if needs_tokens else None,
+            earlier=before if needs_tokens else None,
         )
+
+    def _on_host(self, request: Request) -> bool:
+        return request.on_host or not self.sample_on_device
 
     @timed("submit", Kind.SUBMIT, lambda runner, step: {"step": step.number})
     def _submit(self, step: Step) -> None:
@@ -178,7 +190,7 @@ class NeuronModelRunner:
             self.table.temperature[request.row] == 0.0
             and request.sampling.logprobs is None
             and not request.wants_prompt_logprobs
-            and not request.on_host
+            and not request.is_edited
             for request in batch.requests
         )
         return "greedy" if plain else "sample"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import LogprobsTensors
 
 from neuron_core.kv.slots import NO_BLOCK
+from neuron_core.logit_edits import BAN_SLOTS
 from vllm_neuron.runner.prompt_embeds import PromptEmbeds, read_prompt
 from vllm_neuron.runner.randomness import request_seed
 
@@ -55,9 +57,9 @@ class Request:
         """The ids of the prompt's tokens, in order; an embedding is none."""
         return self.prompt_ids if self.embeds is None else self.prompt_ids[self.embeds.is_token]
 
-    @property
-    def on_host(self) -> bool:
-        """Whether the request's logits have to be edited on the host before a token is drawn."""
+    @cached_property
+    def is_edited(self) -> bool:
+        """Whether the request's logits are edited before a token is drawn."""
         p = self.sampling
         return bool(
             p.presence_penalty
@@ -68,6 +70,16 @@ class Request:
             or p.bad_words_token_ids
             or p.min_tokens
         )
+
+    @cached_property
+    def banned_words(self) -> list[list[int]]:
+        """Those ``bad_words`` of more than one token."""
+        return [word for word in self.sampling.bad_words_token_ids or () if len(word) > 1]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its edits are more than the graph has room for, so that the host makes them."""
+        return len(self.banned_words) > BAN_SLOTS
 
 
 class RequestTable:

@@ -17,11 +17,13 @@ from neuron_core.ops.reference import mask_logits
 from neuron_core.profiling.timeline import Kind, timed
 from neuron_core.step import StepInput
 from neuron_core.token_mask import ALLOWED_TOKENS
+from vllm_neuron.runner.edits import StateWrite
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.feed import Feed
 from vllm_neuron.runner.host_sampling import HostRow, resample
 from vllm_neuron.runner.inputs import Batch
 from vllm_neuron.runner.logprobs import PromptPart, Scores, score_prompts
+from vllm_neuron.runner.processors import CustomProcessors
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +76,12 @@ class Step:
     inputs: StepInput
     scores: Scores
     blocks: BlockChanges = BlockChanges()
+    state_writes: Sequence[StateWrite] = ()
+    edits: Mapping[str, Tensor] | None = None
+    """What it says of edits, as `neuron_core.logit_edits` has it; None if no logit is edited."""
     feed: Feed | None = None
     host_rows: Sequence[HostRow] = ()
+    processors: CustomProcessors | None = None
     prompts: Sequence[PromptPart] = ()
     allowed: Tensor | None = None
     """int32 ``[R, ceil(V / 32)]``, the tokens that grammars leave; None if no request has one."""
@@ -97,9 +103,12 @@ class Step:
         if earlier is not None and drawn is None:
             raise RuntimeError("the step before this one failed, and this one needs its tokens")
         self.blocks.apply(self.executor)
+        for write in self.state_writes:
+            self.executor.write_state(write.row, write.edits)
         values, waited = self.inputs.as_values(), False
         allowed = self.allowed if self.allowed is not None else self.executor.everything(self.inputs.num_seqs)
         values[ALLOWED_TOKENS] = allowed
+        values.update(self.edits or self.executor.no_edits(self.inputs.num_seqs))
         values.update(self.embeds)
         if self.feed and drawn is not None:
             num_tokens = int(self.batch.starts[-1])
@@ -107,7 +116,8 @@ class Step:
         outputs = self._run_graph(values)
         tokens, logits = outputs["tokens"], outputs.get("logits")
         if self.host_rows and logits is not None:
-            tokens = _resample(logits, tokens, self.inputs, allowed, self.host_rows, drawn)
+            given = (logits, tokens, self.inputs, allowed, self.host_rows, drawn, self.processors)
+            tokens = _resample(*given)
         self.tokens = tokens
         prompts = {}
         if self.prompts:
