@@ -32,7 +32,7 @@ FEATURES = {
         "LoRA",
         "multimodal models",
         "pooling models",
-        "classification models",
+        "classification and scoring",
     ),
     "scheduling and memory": (
         "continuous batching",
@@ -75,6 +75,7 @@ FEATURES = {
         "chat completions",
         "streaming",
         "tool calls",
+        "reasoning parsers",
         "metrics",
         "profiling",
         "ahead-of-time compilation",
@@ -87,7 +88,6 @@ REFUSED_BY = {
     "quantised weights": "--quantization",
     "LoRA": "--enable-lora",
     "multimodal models": "--model",
-    "classification models": "--convert",
     "speculative decoding": "--speculative-config",
     "sleep mode": "--enable-sleep-mode",
     "weight offloading": "--cpu-offload-gb",
@@ -97,7 +97,6 @@ REFUSED_BY = {
     "expert parallelism": "--enable-expert-parallel",
     "prefill/decode disaggregation": "--kv-transfer-config",
     "thinking budget": "thinking_token_budget",
-    "custom logits processors": "--logits-processors",
 }
 """The setting or request parameter that is refused while a feature is missing; without it the feature needs tests."""
 

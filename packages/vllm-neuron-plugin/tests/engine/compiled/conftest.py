@@ -5,8 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +281,120 @@ def make_prompts() -> Callable[..., list[list[int]]]:
         return [rng.integers(3, 256, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
 
     return make
+
+
+SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+# fmt: off
+SERVER_LIMITS = [
+    "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
+    "--additional-config", '{"neuron_config": {"prefill_buckets": [256], "decode_buckets": [8]}}',
+    "--num-gpu-blocks-override", "200", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+]
+# fmt: on
+
+
+@dataclass
+class Server:
+    """A ``vllm serve`` in a process group of its own; ``name`` is its model's."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    name: str
+    log: Path
+
+    @classmethod
+    def start(cls, model: Path, cache: Path, log: Path, limits: Sequence[str]) -> Server:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*SERVE, str(model), "--port", str(port), *limits],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=cls.environment | {"VLLM_NEURON_CACHE_DIR": str(cache)},
+                start_new_session=True,
+            )
+        return cls(process, f"http://127.0.0.1:{port}", str(model), log)
+
+    environment = {
+        name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
+    } | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    """What vLLM's commands run with: the settings of a server, not those of the engines in this process."""
+
+    @property
+    def client(self) -> Any:
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 400
+        while True:
+            alive = self.process.poll() is None
+            assert alive and time.monotonic() < deadline, self.log.read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5)
+                return
+            except OSError:
+                time.sleep(0.25)
+
+    def stop(self) -> None:
+        """End it; nothing it said until then may be a traceback."""
+        # Read before: vLLM's front end now and then reports the engine that it ends as dead.
+        tracebacks = self.tracebacks()
+        try:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(60)
+        finally:
+            self.kill()
+        assert not tracebacks
+
+    def tracebacks(self) -> list[str]:
+        """What its log says at the end of each, without refusals, which some of vLLM's handlers log before the 400."""
+        end = r"^(?:\((\w+) pid=\d+\) .*?\] )?([\w.]+(?:Error|Exception|Interrupt|Exit|Group)\b.*)$"
+        said = [re.search(end, one, re.M) for one in self.log.read_text().split("Traceback (most recent")[1:]]
+        ends = [(match and match.groups()) or ("?", "a traceback without an end") for match in said]
+        refusal = re.compile(r"(\w+\.)*(ValueError|\w*ValidationError):")
+        return [text for process, text in ends if process != "APIServer" or not refusal.match(text)]
+
+    def kill(self) -> None:
+        """End every process of it at once, if it still runs."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def metric(self, name: str, absent: float | None = None) -> float:
+        """Sum of a metric over its labels; ``absent`` if it is not there, where that is allowed."""
+        page = urllib.request.urlopen(f"{self.url}/metrics", timeout=30).read().decode()
+        values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE)
+        assert values or absent is not None, f"{name} is not among the metrics"
+        return sum(map(float, values)) if values else absent
+
+    def graphs(self) -> float:
+        """Graphs that it compiled or loaded since its start."""
+        return sum(self.metric(f"vllm_neuron:graphs_{how}_total", 0.0) for how in ("compiled", "loaded"))
+
+
+@pytest.fixture(scope="session")
+def start_server(smollm2: Path) -> Iterator[Callable[..., Server]]:
+    """``start_server(cache, log, model=SmolLM2, limits=SERVER_LIMITS)``: a server, not ready yet, killed in the end."""
+    started: list[Server] = []
+
+    def start(cache: Path, log: Path, model: Path = smollm2, limits: Sequence[str] = SERVER_LIMITS) -> Server:
+        started.append(Server.start(model, cache, log, limits))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def server(
+    start_server: Callable[..., Server], graph_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """One server for the modules that ask one."""
+    server = start_server(graph_cache, tmp_path_factory.mktemp("server") / "serve.log")
+    server.wait_until_ready()
+    yield server
+    server.stop()

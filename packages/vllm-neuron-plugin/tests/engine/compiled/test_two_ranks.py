@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,16 @@ def engine(
     engines: Any,
     tiny_llama: Path,
     engine_environment: pytest.MonkeyPatch,
+    graph_cache: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Any:
-    """Started on an empty compile cache."""
+    """Started on a compile cache without a graph."""
+    cold = tmp_path_factory.mktemp("cold")
+    for name in ("kernels", "toolchain"):
+        if (graph_cache / name).is_dir():
+            shutil.copytree(graph_cache / name, cold / name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_NEURON_CACHE_DIR", str(tmp_path_factory.mktemp("cold")))
+        patch.setenv("VLLM_NEURON_CACHE_DIR", str(cold))
         return engines(tiny_llama, **SETTINGS)
 
 
@@ -52,6 +58,41 @@ def test_n2_warm_up_compiles_and_the_first_requests_do_not(engine, tiny_llama, m
     assert engine.graph_counts() == before
 
 
+def held_by_torch(worker: Any) -> dict[str, int]:
+    """What torch's storages of one rank's weights and cache take; tied and packed ones count once."""
+    model = worker.get_model()
+    storages = {
+        kind: {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        for kind, tensors in (
+            ("weights", [*model.parameters(), *model.buffers()]),
+            ("kv_cache", worker.runner.executor.kv_tensors),
+        )
+    }
+    return {kind: sum(found.values()) for kind, found in storages.items()}
+
+
+def test_each_rank_exports_the_bytes_that_torch_holds(engine):
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    registry = get_prometheus_registry()
+    (name,) = {
+        sample.labels["model_name"]
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "vllm_neuron:device_memory_bytes"
+    }
+    held = engine.core.model_executor.collective_rpc(held_by_torch)
+    assert len(held) == 2 and all(size > 0 for rank in held for size in rank.values())
+    for rank, sizes in enumerate(held):
+        exported = {
+            kind: registry.get_sample_value(
+                "vllm_neuron:device_memory_bytes", {"model_name": name, "kind": kind, "rank_id": str(rank)}
+            )
+            for kind in sizes
+        }
+        assert exported == sizes
+
+
 @pytest.mark.supports("tensor parallelism", model="llama")
 def test_tokens_of_two_ranks_are_those_of_one(engine, tiny_llama, make_prompts, continuations):
     prompts = make_prompts(16, 100, seed=2)
@@ -60,8 +101,9 @@ def test_tokens_of_two_ranks_are_those_of_one(engine, tiny_llama, make_prompts, 
 
 def test_sampled_tokens_of_two_ranks_are_those_of_one(engine, tiny, make_prompts):
     prompts = make_prompts(6, 60, seed=3)
+    each = {"temperature": 1.0, "top_p": 0.9, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
     params = [
-        SamplingParams(temperature=1.0, seed=index, top_p=0.9, max_tokens=16, ignore_eos=True, logprobs=1)
+        SamplingParams(**each, seed=index, frequency_penalty=index % 3, logit_bias={40 + index: 2.0})
         for index in range(len(prompts))
     ]
     assert engine.tokens(prompts, params) == tiny.tokens(prompts, params)
