@@ -18,6 +18,7 @@ def register() -> str:
     from vllm.logger import init_logger
 
     from vllm_neuron.exposition import share_metrics
+    from vllm_neuron.forking import give_threads_back_before_fork
     from vllm_neuron.patches import pin_model_runner
     from vllm_neuron.versions import version_problem
 
@@ -25,6 +26,7 @@ def register() -> str:
         init_logger(f"vllm.{__name__}").error("vLLM %s: %s", vllm.__version__, problem)
     pin_model_runner()
     share_metrics()
+    give_threads_back_before_fork()
     return "vllm_neuron.platform.NeuronPlatform"
 
 

@@ -15,6 +15,7 @@ import torch
 from vllm import envs
 
 from neuron_core.environ import export
+from vllm_neuron.forking import give_threads_back_before_fork
 
 __all__ = ["PATCHES", "Patch", "apply_patches", "pin_model_runner", "quiet_accelerator_cache"]
 
@@ -156,6 +157,12 @@ PATCHES = (
         why="the variable decides the scheduler's wire format; unset, vLLM picks by whether Triton is there",
         remove_when="the runner speaks the format of model runner V2",
         apply=pin_model_runner,
+    ),
+    Patch(
+        what="OpenMP's threads are given back before a fork",
+        why="vLLM forks EngineCore, and the child of a process that has computed on several threads waits for ever",
+        remove_when="vLLM starts EngineCore by spawn on every platform",
+        apply=give_threads_back_before_fork,
     ),
     Patch(
         what="torch.accelerator.empty_cache and empty_host_cache do nothing where torch has no accelerator",
