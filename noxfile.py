@@ -182,3 +182,11 @@ def bench(session: nox.Session) -> None:
     """Measure throughput and latency, against a peer with `-- --peer PYTHON`."""
     binaries = use_project_environment(session)
     session.run(f"{binaries}/python", "tools/bench.py", *session.posargs, env=QUIET, external=True)
+
+
+@nox.session(venv_backend="none")
+def upstream(session: nox.Session) -> None:
+    """Run vLLM's own tests against the plugin; all, or `-- FOLDER... [--fast]`."""
+    binaries = use_project_environment(session)
+    env = QUIET | {"PYTHONPATH": str(ROOT / "tools")}
+    session.run(f"{binaries}/python", "-m", "upstream", *session.posargs, env=env, external=True)
