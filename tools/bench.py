@@ -267,17 +267,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return about | against_peer(bench, mine, other)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure and report; returns 0 whatever the figures are."""
+def read_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line with what follows from other options filled in; ends the program if two contradict."""
     top = parser()
     options = top.parse_args(argv)
     if options.pooling and options.model is None:
         top.error("argument --pooling: give --model, the folder of a BERT encoder such as all-MiniLM-L6-v2")
     if options.serve and (options.capture or options.gaps or options.pooling):
         top.error("argument --serve: give it with --peer or --self")
+    options.dtype = options.dtype or ("float32" if options.pooling else "bfloat16")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and report; returns 0 whatever the figures are."""
+    options = read_options(argv)
     # A terminated run stops its server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    options.dtype = options.dtype or ("float32" if options.pooling else "bfloat16")
     found = measure(options)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -139,7 +139,7 @@ class Told:
     def __init__(self, runs, rounds):
         self.runs = iter(runs)
         self.model = "model"
-        self.options = bench.parser().parse_args(["--gaps", "--rounds", str(rounds)])
+        self.options = bench.read_options(["--gaps", "--rounds", str(rounds)])
 
     def caches(self, side, index):
         return None

@@ -13,7 +13,7 @@ from devtools.console import Failure
 
 
 def options(*words):
-    return bench.parser().parse_args(["--serve", "--self", *words])
+    return bench.read_options(["--serve", "--self", *words])
 
 
 def result(**changes):

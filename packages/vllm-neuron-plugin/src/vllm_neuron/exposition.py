@@ -37,7 +37,16 @@ def _is_for_us(directory: str | None) -> bool:
     """Whether the variable's value is the user's, or was made here by the server this process belongs to."""
     if directory is None:
         return False
-    return not Path(directory).name.startswith(PREFIX) or multiprocessing.parent_process() is not None
+    return not Path(directory).name.startswith(PREFIX) or _is_child()
+
+
+def _is_child() -> bool:
+    """Whether this process was made by ``multiprocessing``, forked or spawned.
+
+    A spawned one imports this before ``multiprocessing`` knows a parent; then the words it was started with tell.
+    """
+    spawned = any("multiprocessing" in word for word in sys.orig_argv)
+    return spawned or multiprocessing.parent_process() is not None
 
 
 def _remove(directory: str, owner: int) -> None:

@@ -12,8 +12,10 @@ PROGRAM = """
 import multiprocessing, os, subprocess, sys
 from vllm_neuron.exposition import share_metrics
 
+if __name__ != "__main__":
+    share_metrics()  # as a spawned child imports the plugin: before multiprocessing has told it of its parent
+
 def tell(queue):
-    share_metrics()
     queue.put(os.environ["PROMETHEUS_MULTIPROC_DIR"])
 
 if __name__ == "__main__":

@@ -147,10 +147,10 @@ def test_a_step_of_the_plan_is_a_term_of_the_estimate_and_of_the_budget(estimate
 
 
 def test_logits_of_many_requests_decide_where_prompts_are_short(estimates):
-    # Float32 [requests, vocabulary], made and kept; and a bit per token.
+    # Float32 [requests, vocabulary], made and kept; two of them that outlive the step; and bits per token.
     sizes = {"max_model_len": 16, "max_num_batched_tokens": 512, "max_num_seqs": 512}
     footprint = estimates(CpuDevice(Room(GIB)), **sizes).own().footprint
-    assert 2 * 512 * 256 * 4 <= footprint.activation_bytes < 7 * 512 * 256 * 4
+    assert 4 * 512 * 256 * 4 <= footprint.activation_bytes < 9 * 512 * 256 * 4
 
 
 def test_other_degrees_are_those_that_divide_the_model(estimates):

@@ -23,6 +23,7 @@ from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.cache import CompileCache
 from neuron_core.graphs.compilers import FxCompiler
 from neuron_core.graphs.model_programs import ModelPrograms
+from neuron_core.sampling_state import SamplingState
 from neuron_core.step import StepInput
 from neuron_models import build_model
 from neuron_parallel import ParallelGroups
@@ -77,11 +78,12 @@ def run(graph_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         for bucket, variant in programs.wanted()
     }
     builder.close()
+    state = SamplingState(PLAN.max_num_seqs, SIZES["vocab_size"])
 
     @torch.no_grad()
     def run_step(bucket: Bucket, variant: str, step: StepInput, kv: list[Tensor]) -> dict[str, Tensor]:
-        caches = {f"kv.{index}": tensor for index, tensor in enumerate(kv)}
-        return compiled[bucket, variant]({**programs.padding(bucket), **step.as_values(), **caches})
+        kept = {f"kv.{index}": tensor for index, tensor in enumerate(kv)} | state.tensors
+        return compiled[bucket, variant]({**programs.padding(bucket), **step.as_values(), **kept})
 
     return run_step
 
