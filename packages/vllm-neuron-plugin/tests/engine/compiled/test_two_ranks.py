@@ -71,21 +71,22 @@ def held_by_torch(worker: Any) -> dict[str, int]:
     return {kind: sum(found.values()) for kind, found in storages.items()}
 
 
-def test_each_rank_exports_the_bytes_that_torch_holds(engine):
+def exported_by_rank(worker: Any) -> dict[str, float | None]:
+    """The same as the rank's own process exports it."""
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+    labels = {"model_name": worker.model_config.served_model_name, "rank_id": str(worker.rank)}
     registry = get_prometheus_registry()
-    name = engine.engine.vllm_config.model_config.served_model_name
+    return {
+        kind: registry.get_sample_value("vllm_neuron:device_memory_bytes", labels | {"kind": kind})
+        for kind in ("weights", "kv_cache")
+    }
+
+
+def test_each_rank_exports_the_bytes_that_torch_holds(engine):
     held = engine.core.model_executor.collective_rpc(held_by_torch)
     assert len(held) == 2 and all(size > 0 for rank in held for size in rank.values())
-    for rank, sizes in enumerate(held):
-        exported = {
-            kind: registry.get_sample_value(
-                "vllm_neuron:device_memory_bytes", {"model_name": name, "kind": kind, "rank_id": str(rank)}
-            )
-            for kind in sizes
-        }
-        assert exported == sizes
+    assert engine.core.model_executor.collective_rpc(exported_by_rank) == held
 
 
 @pytest.mark.supports("tensor parallelism", model="llama")
