@@ -2,6 +2,7 @@
 """Custom operators and devices the graph tests share."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,13 @@ def cpu_device():
 def kernels(tmp_path_factory):
     """The library of CPU kernels, built and loaded once."""
     return ops.load_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def packing(kernels):
+    """Skips where the processor has no product of packed weights."""
+    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("needs a processor with AVX512-BF16")
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,6 @@ class SamplingState:
     """``num_rows`` state rows of a vocabulary of ``vocab_size`` tokens; the tensors of `neuron_core.logit_edits`."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.num_rows = num_rows
         self.vocab_size = vocab_size
         self.tensors: dict[str, Tensor] = {
             name: torch.zeros(shape, dtype=dtype, device=device)

@@ -15,9 +15,6 @@ from neuron_core.ops import reference
 
 COUNTS = [1, 37, 100, 16, 128, 33, 12]
 PADDING = 7
-needs_packing = pytest.mark.skipif(
-    "avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="needs a processor with AVX512-BF16"
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +70,7 @@ def test_attention_refuses_what_it_would_misread():
         ops.encoder_attention(query, key, value, rows.long(), scale=1.0)
 
 
-@needs_packing
+@pytest.mark.usefixtures("packing")
 @pytest.mark.parametrize("rows", [1, 5, 11, 12, 13, 47, 48, 49, 97])
 @pytest.mark.parametrize(("columns", "inner"), [(96, 130), (160, 7), (32, 384)])
 def test_a_float32_product_equals_the_exact_one(rows, columns, inner):
@@ -88,7 +85,7 @@ def test_a_float32_product_equals_the_exact_one(rows, columns, inner):
     assert torch.equal(ops.linear(x, packed, wide=True), ops.linear(x, packed))
 
 
-@needs_packing
+@pytest.mark.usefixtures("packing")
 def test_a_rows_float32_product_does_not_depend_on_its_batch():
     generator = torch.Generator().manual_seed(8)
     packed = ops.pack_linear(torch.randn(320, 576, generator=generator))

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,10 +20,7 @@ TOKENS = st.integers(0, VOCAB - 1)
 MINUS = float("-inf")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel library, built once for the module."""
-    return ops.load_kernels(tmp_path_factory.mktemp("kernels"))
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @st.composite
@@ -81,7 +76,7 @@ def by_hand(logits: list[float], edits: RowEdits, bans: set[int], bans_stop: boo
     st.integers(0, 999),
 )
 @settings(max_examples=100, deadline=None)
-def test_the_reference_is_the_arithmetic_by_hand_and_the_kernel_draws_from_it(rows, seed):  # type: ignore[no-untyped-def]
+def test_the_reference_is_the_arithmetic_by_hand_and_the_kernel_draws_from_it(rows, seed):
     generator = torch.Generator().manual_seed(seed)
     count = len(rows) + 1  # the last row has no state row
     logits = torch.randn(count, VOCAB, generator=generator) * 3
@@ -108,7 +103,7 @@ def test_the_reference_is_the_arithmetic_by_hand_and_the_kernel_draws_from_it(ro
     _check_draws(logits, found, state, said, last, generator)
 
 
-def _check_draws(logits, found, state, said, last, generator):  # type: ignore[no-untyped-def]
+def _check_draws(logits, found, state, said, last, generator):
     """The kernel's tokens are those that it draws from the reference's logits, greedy and at random."""
     count = len(logits)
     for temperature in (0.0, 0.9):

@@ -117,12 +117,7 @@ def test_kv_write_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
     assert torch.equal(functional, expected)
 
 
-needs_packing = pytest.mark.skipif(
-    "avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="needs a processor with AVX512-BF16"
-)
-
-
-@needs_packing
+@pytest.mark.usefixtures("packing")
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 11, 12, 13, 24, 31, 64])
 def test_packed_linear_equals_linear(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -135,7 +130,7 @@ def test_packed_linear_equals_linear(rows: int) -> None:
     torch.testing.assert_close(ops.linear(x, packed), expected.to(torch.bfloat16), atol=1e-2, rtol=1e-2)
 
 
-@needs_packing
+@pytest.mark.usefixtures("packing")
 def test_a_rows_product_does_not_depend_on_its_batch() -> None:
     generator = torch.Generator().manual_seed(8)
     packed = ops.pack_linear(torch.randn(64, 576, generator=generator).to(torch.bfloat16))
@@ -153,7 +148,7 @@ def test_packing_is_undone_exactly_and_serves_lookups() -> None:
     assert torch.equal(ops.embedding(ids, packed), torch.nn.functional.embedding(ids, weight))
 
 
-@needs_packing
+@pytest.mark.usefixtures("packing")
 def test_a_weight_shared_by_two_modules_is_packed_once_and_stays_shared() -> None:
     class Owner(torch.nn.Module):
         packable = True

@@ -292,7 +292,7 @@ def _check_logits_processors(model_config: ModelConfig) -> None:
 
         try:
             has_custom_processors(model_config)
-        except Exception as error:
+        except Exception as error:  # a module of the user may raise anything
             hint = f"cannot be loaded ({error}); name classes of vLLM's LogitsProcessor as module:Class"
             raise ConfigError("--logits-processors", named, hint) from error
 

@@ -132,20 +132,12 @@ def sample(
     return tokens
 
 
-def sample_edited(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-    *edits: Tensor,
-) -> Tensor:
+def sample_edited(logits: Tensor, *sampling: Tensor) -> Tensor:
     """One token per row of the edited ``logits [R, V]`` float32 -> int32 ``[R]``.
 
-    ``edits`` are the arguments of :func:`neuron_core.ops.reference.edited_logits` after the first, in order.
+    ``sampling`` are the arguments of :func:`neuron_core.ops.reference.sample_edited` after the first, in order.
     """
-    tokens: Tensor = torch.ops.neuron.sample_edited(logits, temperature, top_k, top_p, min_p, uniform, *edits)
+    tokens: Tensor = torch.ops.neuron.sample_edited(logits, *sampling)
     return tokens
 
 

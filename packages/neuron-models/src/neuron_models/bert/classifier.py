@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BERT with a classification head: classifiers, and cross-encoders that score a pair of texts."""
 
-from typing import ClassVar, Self, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,7 @@ from transformers import PretrainedConfig
 from neuron_core.errors import ConfigError
 from neuron_core.graphs.buckets import Bucket
 from neuron_core.graphs.program import Program
-from neuron_core.kv.layout import KVLayout
-from neuron_models.bert.model import BertModel
+from neuron_models.bert.model import BertModel, Encoder
 from neuron_models.classification import HeadLinear
 from neuron_parallel import ParallelGroups, ParallelPlan
 
@@ -28,16 +27,15 @@ class BertPooler(nn.Module):
         return torch.tanh(self.dense(pooled))
 
 
-class BertForSequenceClassification(nn.Module):
+class BertForSequenceClassification(Encoder):
     """The encoder's program, and the head that the host computes."""
 
     derived_tensors: ClassVar[tuple[str, ...]] = ("embeddings.position_ids",)
-    kv_layouts: tuple[KVLayout, ...] = ()
 
     def __init__(self, config: PretrainedConfig, groups: ParallelGroups, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__(config, groups, dtype)
         self.bert = BertModel(config, groups, dtype)
-        self.vocab_size, self.hidden_size, self.dtype = self.bert.vocab_size, self.bert.hidden_size, dtype
+        self.vocab_size, self.hidden_size = self.bert.vocab_size, self.bert.hidden_size
         self.bert.pooler = BertPooler(self.hidden_size)
         self.classifier = HeadLinear(self.hidden_size, config.num_labels, bias=True)
 
@@ -48,19 +46,6 @@ class BertForSequenceClassification(nn.Module):
         if config.type_vocab_size < 2:
             hint = "tokens of the second text of a pair have type 1; a checkpoint of 2 types works"
             raise ConfigError("type_vocab_size", config.type_vocab_size, hint)
-
-    @classmethod
-    def from_config(
-        cls,
-        config: PretrainedConfig,
-        *,
-        dtype: torch.dtype,
-        groups: ParallelGroups,
-        block_size: int,
-        kv_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """The model of a checked config with unfilled weights; ``block_size`` and ``kv_dtype`` are of no cache."""
-        return cls(config, groups, dtype)
 
     def program(self, bucket: Bucket, variant: str) -> Program:
         """As `BertModel.program`: the head is no part of it."""

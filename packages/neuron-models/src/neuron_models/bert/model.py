@@ -146,7 +146,30 @@ class BertEncoder(nn.Module):
         self.layer = nn.ModuleList(BertLayer(spec, group, dtype) for _ in range(spec.num_layers))
 
 
-class BertModel(nn.Module):
+class Encoder(nn.Module):
+    """What encoders are to an engine, whatever their head: made of a config, and without a cache."""
+
+    kv_layouts: tuple[KVLayout, ...] = ()
+
+    def __init__(self, config: PretrainedConfig, groups: ParallelGroups, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype,
+        groups: ParallelGroups,
+        block_size: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """The model of a checked config with unfilled weights; ``block_size`` and ``kv_dtype`` are of no cache."""
+        return cls(config, groups, dtype)
+
+
+class BertModel(Encoder):
     """The encoder as one program per bucket; it has no cache, so a text is computed in one step."""
 
     derived_tensors: ClassVar[tuple[str, ...]] = (
@@ -156,12 +179,10 @@ class BertModel(nn.Module):
     )
     """Endings of checkpoint names that are not read: the numbers 0, 1, 2, … and a layer that embedding leaves out."""
 
-    kv_layouts: tuple[KVLayout, ...] = ()
-
     def __init__(self, config: PretrainedConfig, groups: ParallelGroups, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__(config, groups, dtype)
         spec = BertSpec.from_config(config)
-        self.vocab_size, self.hidden_size, self.dtype = spec.vocab_size, spec.hidden_size, dtype
+        self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.embeddings = BertEmbeddings(spec, groups.tp, dtype)
         self.encoder = BertEncoder(spec, groups.tp, dtype)
 
@@ -179,19 +200,6 @@ class BertModel(nn.Module):
         plan.check_model(
             num_heads=spec.num_heads, num_kv_heads=spec.num_heads, intermediate_size=spec.intermediate_size
         )
-
-    @classmethod
-    def from_config(
-        cls,
-        config: PretrainedConfig,
-        *,
-        dtype: torch.dtype,
-        groups: ParallelGroups,
-        block_size: int,
-        kv_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """The model of a checked config with unfilled weights; ``block_size`` and ``kv_dtype`` are of no cache."""
-        return cls(config, groups, dtype)
 
     def program(self, bucket: Bucket, variant: str) -> Program:
         """Token ids to ``hidden_states``; raises `ConfigError` for any variant but ``hidden``."""
