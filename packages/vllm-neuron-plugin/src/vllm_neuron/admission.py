@@ -114,14 +114,17 @@ POOLING_HONOURED: dict[str, Place] = {
     "requires_token_ids": Place.ENGINE,
 }
 
+TYPE_KEY = "compressed_token_type_ids"
+"""Key of ``extra_kwargs`` under which vLLM says where the second text of a pair begins."""
+
 PAIR_KEYS = (
-    "compressed_token_type_ids",
+    TYPE_KEY,
     "max_tokens_per_query",
     "max_tokens_per_doc",
     "chat_template_kwargs",
     "cache_salt",
 )
-"""Keys of ``extra_kwargs``: the first is vLLM's word of where a second text begins, its front end reads the others."""
+"""Keys of ``extra_kwargs`` that something reads; all but the first, vLLM's front end."""
 
 POOLING_REFUSED: dict[str, Refused] = {
     "task": Refused(
@@ -177,11 +180,11 @@ def refuse_unread(params: SamplingParams) -> None:
 
 
 def _check_pair(params: PoolingParams) -> None:
-    start = (params.extra_kwargs or {}).get(PAIR_KEYS[0])
+    start = (params.extra_kwargs or {}).get(TYPE_KEY)
     is_place = isinstance(start, int) and not isinstance(start, bool) and start >= 0
     if start is not None and not (is_place and params.task == "classify"):
         reason = "the place of a second text is for classifying a pair, and a whole number; leave it out"
-        raise VLLMValidationError(reason, parameter=f"extra_kwargs.{PAIR_KEYS[0]}", value=start)
+        raise VLLMValidationError(reason, parameter=f"extra_kwargs.{TYPE_KEY}", value=start)
 
 
 def _check_refused(params: SamplingParams | PoolingParams, table: dict[str, Refused]) -> None:

@@ -8,11 +8,9 @@ import torch
 
 from neuron_core.step import StepInput
 from neuron_models.pooling_program import TYPE_BIT
+from vllm_neuron.admission import TYPE_KEY
 from vllm_neuron.runner.inputs import Batch
 from vllm_neuron.runner.requests import Request, RequestTable
-
-TYPE_KEY = "compressed_token_type_ids"
-"""Key of a request's ``extra_kwargs`` under which vLLM says where the second text of a pair begins."""
 
 
 def build_uncached(table: RequestTable, batch: Batch, rank: int) -> StepInput:
