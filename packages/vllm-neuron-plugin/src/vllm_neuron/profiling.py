@@ -165,6 +165,7 @@ class RankProfiler(TorchProfilerWrapper):
             _add_carried(timeline, schedule)
 
     def _start(self) -> None:
+        self._on_stream(_nothing)  # what was submitted before is over, and not recorded
         try:
             if self._records_ops:
                 super()._start()
