@@ -97,8 +97,10 @@ class _Resolution:
         requirements = declared(root, projects)
         requirements |= set(_lines(places.REQUIREMENTS / "wheelhouse.in"))
         # What uv is told about by hand is taken without what it says it requires.
-        alone = {item["name"] for item in root["tool"]["uv"].get("dependency-metadata", [])}
+        told = root["tool"]["uv"].get("dependency-metadata", [])
+        alone = {item["name"] for item in told}
         bare = {item for item in requirements if requirement_name(item) in alone}
+        requirements |= {need for item in told for need in item.get("requires-dist", [])}
 
         self._make_environment()
         tools = self._download("tools", _lines(places.REQUIREMENTS / "tools.in"), kept=self._kept("tools"))
