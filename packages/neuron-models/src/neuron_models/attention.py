@@ -41,6 +41,7 @@ class PagedAttention(nn.Module):
                 "kv_dtype", kv_dtype, f"is not supported for a {dtype} model; use {dtype} or {FP8}"
             )
         self.scale = head_dim**-0.5
+        self.head_dim = head_dim
         self.num_kv_heads = num_kv_heads
         self.is_scaled = kv_dtype == FP8
         self.fp8_max = FP8_MAX

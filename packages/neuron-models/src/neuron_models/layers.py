@@ -45,12 +45,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = replicated_parameter((size,), dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of ``x``."""
-        return ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``(norm(x + residual), x + residual)`` in one pass over memory."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise the last dim of ``x``, or ``(norm(x + residual), x + residual)`` in one pass over memory."""
+        if residual is None:
+            return ops.rms_norm(x, self.weight, self.eps)
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 

@@ -31,7 +31,7 @@ class HiddenHead(nn.Module):
 
     def forward(self, hidden: Tensor, residual: Tensor, *, sequence_parallel: bool) -> Tensor:
         """``hidden_states [T, hidden]``."""
-        normed, _ = self.norm.add(hidden, residual)
+        normed, _ = self.norm(hidden, residual)
         return all_gather(normed, self.group) if sequence_parallel else normed
 
 

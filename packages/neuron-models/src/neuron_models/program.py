@@ -88,7 +88,7 @@ class GreedyHead(nn.Module):
 
     def normed(self, hidden: Tensor, residual: Tensor, sequence_parallel: bool) -> Tensor:
         """The final-normed hidden states of all tokens ``[T, hidden]``."""
-        normed, _ = self.norm.add(hidden, residual)
+        normed, _ = self.norm(hidden, residual)
         return all_gather(normed, self.lm_head.group) if sequence_parallel else normed
 
 

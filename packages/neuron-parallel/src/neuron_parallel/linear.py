@@ -36,7 +36,8 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        shard = Shard(0, tuple(blocks))
+        self.blocks = tuple(blocks)
+        shard = Shard(0, self.blocks)
         self.in_features = in_features
         self.out_features = shard.local_size
         self.group = group

@@ -15,6 +15,8 @@ from neuron_core.graphs.buckets import BucketPlan
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_neuron.accuracy.settings import CaptureSettings, ReplacementSettings, SnapshotSettings
+
 __all__ = ["COMPILERS", "NeuronConfig", "bucket_plan", "neuron_config", "reference_markdown"]
 
 SECTION = "neuron_config"
@@ -56,6 +58,24 @@ def _file(setting: str, value: object) -> str:
             setting, value, "must be the path of a file that exists; leave it out to use the model's"
         )
     return value
+
+
+def _capture(setting: str, value: object) -> CaptureSettings:
+    from vllm_neuron.accuracy.settings import parse_capture
+
+    return parse_capture(setting, value)
+
+
+def _replacement(setting: str, value: object) -> ReplacementSettings:
+    from vllm_neuron.accuracy.settings import parse_replacement
+
+    return parse_replacement(setting, value)
+
+
+def _snapshots(setting: str, value: object) -> SnapshotSettings:
+    from vllm_neuron.accuracy.settings import parse_snapshots
+
+    return parse_snapshots(setting, value)
 
 
 def _is_int(value: object) -> bool:
@@ -136,6 +156,36 @@ class NeuronConfig:
         "needs them. `false` moves every request's sampling to the host.",
         kind="boolean",
     )
+
+    tensor_capture: CaptureSettings | None = _setting(  # noqa: RUF009 -- frozen too
+        None,
+        _capture,
+        "Write tensors of modules, and KV caches, to `folder` as steps compute them: `modules`, `tensors`, `phases`, "
+        "`steps`, `requests`, `ranks`, `kv`, `max_bytes`. For comparing runs; see Captures.",
+        kind="object",
+        optional=True,
+    )
+    tensor_replacement: ReplacementSettings | None = _setting(  # noqa: RUF009 -- frozen too
+        None,
+        _replacement,
+        "Let outputs of `modules` be taken from the capture in `folder` instead; which are, `neuron-accuracy bisect` "
+        "says while the engine runs.",
+        kind="object",
+        optional=True,
+    )
+    input_snapshots: SnapshotSettings | None = _setting(  # noqa: RUF009 -- frozen too
+        None,
+        _snapshots,
+        "Keep graphs with their inputs and outputs in `folder`, of the steps that `steps`, `tokens` or `requests` "
+        "select; also `parts`, `ranks`, `max_snapshots`. `neuron-accuracy replay` runs them.",
+        kind="object",
+        optional=True,
+    )
+
+    @property
+    def observes(self) -> bool:
+        """Whether anything looks into steps."""
+        return bool(self.tensor_capture or self.tensor_replacement or self.input_snapshots)
 
     @classmethod
     def from_additional_config(cls, additional: object) -> NeuronConfig:

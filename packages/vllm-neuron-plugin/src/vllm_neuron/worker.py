@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from vllm_neuron.profiling import rank_profiler
 from vllm_neuron.progress import WarmUpProgress
 from vllm_neuron.runner.executor import GraphExecutor
 from vllm_neuron.runner.model_runner import NeuronModelRunner
+from vllm_neuron.runner.observer import StepObserver
 from vllm_neuron.runner.processors import custom_processors
 from vllm_neuron.start_estimate import StartEstimates
 from vllm_neuron.startup_times import StartupTimes
@@ -160,9 +162,22 @@ class NeuronWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV tensors and make the runner."""
         builder = self._on_stream(lambda: graph_builder(self.neuron_device, self.settings, self.environment))
-        executor = GraphExecutor(self.model, self.plan, builder, self.groups.tp.rank())
+        self.observer = self._make_observer()
+        taps = self.observer.taps if self.observer is not None else None
+        executor = GraphExecutor(self.model, self.plan, builder, self.groups.tp.rank(), taps)
         executor.allocate(self.model.kv_layouts, kv_cache_config.num_blocks, self.neuron_device.torch_device)
         self.runner = self._pooling_runner(executor) if self.plan.pooling else self._model_runner(executor)
+
+    def _make_observer(self) -> StepObserver | None:
+        """What looks into steps; its package is read only where the settings ask for it."""
+        if not self.settings.observes:
+            return None
+        from vllm_neuron.accuracy.observer import accuracy_observer
+
+        group = self.groups.tp
+        return accuracy_observer(
+            self.settings, self.get_model(), self.vllm_config, rank=group.rank(), size=group.size
+        )
 
     def _pooling_runner(self, executor: GraphExecutor) -> PoolingRunner:
         pooler = TextPooler(self.vllm_config, self.model)
@@ -185,6 +200,7 @@ class NeuronWorker(WorkerBase):
             sample_on_device=self.settings.on_device_sampling,
             overlap=self.overlap,
             processors=processors,
+            observer=self.observer,
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -193,6 +209,8 @@ class NeuronWorker(WorkerBase):
         executor = self.runner.executor
         with WarmUpProgress(executor.builder.stats, self.metrics, shown=self.rank == 0) as progress:
             self._on_stream(lambda: executor.compile(progress, self.times))
+        if self.observer is not None:
+            self.observer.check()
         seconds = time.perf_counter() - begun
         self.metrics.cache_used(asdict(executor.builder.cache.counters))
         self.metrics.device_memory(self._memory())
@@ -243,6 +261,27 @@ class NeuronWorker(WorkerBase):
             hint = "profiling is off; start with --profiler-config.profiler torch and a torch_profiler_dir"
             raise ConfigError("--profiler-config.profiler", None, hint)
         self.profiler.profile(is_start, profile_prefix, delay_iterations, max_iterations)
+
+    def begin_capture(self, folder: str) -> None:
+        """Write what the engine captures to another folder from now on, steps counted from 0."""
+        recorder = getattr(self.observer, "recorder", None)
+        if recorder is None:
+            hint = "needs an engine with neuron_config.tensor_capture"
+            raise ConfigError("begin_capture", folder, hint)
+        self._on_stream(lambda: recorder.begin(Path(folder)))
+
+    def end_observation(self) -> None:
+        """End a capture: what has ended since the last step is written too."""
+        if isinstance(self.runner, NeuronModelRunner):
+            self.runner.end_observation()
+
+    def replace_modules(self, modules: list[str]) -> None:
+        """Take these modules' outputs from the capture that ``tensor_replacement`` names; raises ``ConfigError``."""
+        replacement = getattr(self.observer, "replacement", None)
+        if replacement is None:
+            hint = "needs an engine with neuron_config.tensor_replacement"
+            raise ConfigError("replace_modules", modules, hint)
+        self._on_stream(lambda: replacement.choose(modules))
 
     def synchronize_device(self) -> None:
         """Wait for the device and for everything submitted to it."""

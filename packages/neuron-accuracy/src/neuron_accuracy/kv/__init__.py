@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing KV caches, per layer and head."""
+"""KV caches of two runs held against each other: what is wrong, in which layer, head, block and position."""

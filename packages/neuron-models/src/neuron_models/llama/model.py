@@ -86,9 +86,9 @@ class LlamaDecoderLayer(nn.Module):
         """``(hidden, residual)`` of the next layer; ``context`` holds the fields of `PagedContext` in
         order.
         """
-        x, residual = self.input_layernorm.add(hidden, residual)
+        x, residual = self.input_layernorm(hidden, residual)
         x = self.self_attn(x, PagedContext(*context), sequence_parallel)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x, sequence_parallel), residual
 
 

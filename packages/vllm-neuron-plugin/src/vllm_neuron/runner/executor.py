@@ -14,7 +14,8 @@ from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
 from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.compiled import CompiledProgram
 from neuron_core.graphs.model_programs import HIDDEN_STATES, ModelPrograms
-from neuron_core.graphs.program import Program
+from neuron_core.graphs.program import Program, TensorSpec
+from neuron_core.graphs.taps import TappedProgram, Taps
 from neuron_core.kv.layout import KVLayout
 from neuron_core.logit_edits import no_edits
 from neuron_core.prompt_embeds import only_tokens
@@ -28,13 +29,20 @@ Progress = Callable[[int, int, Bucket, str], None]
 
 
 class GraphExecutor:
-    """The compiled graphs of one model, its KV tensors and its sampling state."""
+    """The compiled graphs of one model, its KV tensors and its sampling state.
 
-    def __init__(self, model: StaticModel, plan: BucketPlan, builder: GraphBuilder, rank: int) -> None:
+    With ``taps`` the programs of steps are tapped, which :meth:`tapped` tells of.
+    """
+
+    def __init__(
+        self, model: StaticModel, plan: BucketPlan, builder: GraphBuilder, rank: int, taps: Taps | None = None
+    ) -> None:
         self.model = model
         self.plan = plan
         self.builder = builder
         self.rank = rank
+        self.taps = taps
+        self._tapped: dict[tuple[Bucket, str], TappedProgram] = {}
         self._kv: dict[str, Tensor] = {}
         self._state: SamplingState | None = None
         self._everything: dict[int, Tensor] = {}
@@ -83,11 +91,13 @@ class GraphExecutor:
         layers or buckets share runs once for all of them.
         """
         programs = self._programs_of_model()
-        wanted = [(*which, programs.program(*which)) for which in programs.wanted()]
+        wanted = [(*which, self._program(programs, *which)) for which in programs.wanted()]
         with times.phase("capture"):
             pending = [
-                self.builder.submit(parts, programs.specs(bucket), bucket=bucket.name)
-                for bucket, _, parts in wanted
+                self.builder.submit(
+                    parts, {**programs.specs(bucket), **self._put_specs(bucket, variant)}, bucket=bucket.name
+                )
+                for bucket, variant, parts in wanted
             ]
         warmed: set[str] = set()
         for done, ((bucket, variant, parts), waiting) in enumerate(zip(wanted, pending, strict=True), 1):
@@ -98,7 +108,7 @@ class GraphExecutor:
             program.bind({name: tensor for name, tensor in self._kept.items() if name in program.inputs})
             self._programs[bucket, variant] = program
             with times.phase("warm-up"):
-                self._warm(bucket, parts, program, warmed)
+                self._warm(bucket, variant, parts, program, warmed)
             progress(done, len(wanted), bucket, variant)
         self.builder.close()
 
@@ -144,12 +154,32 @@ class GraphExecutor:
         num_blocks = len(self.kv_tensors[0]) if self._kv else 0
         return ModelPrograms(self.model, self.plan, num_blocks)
 
-    def _warm(self, bucket: Bucket, parts: Program, program: CompiledProgram, warmed: set[str]) -> None:
+    def tapped(self, bucket: Bucket, variant: str) -> TappedProgram | None:
+        """What of a program is tapped; None if nothing is."""
+        return self._tapped.get((bucket, variant))
+
+    def _program(self, programs: ModelPrograms, bucket: Bucket, variant: str) -> Program:
+        program = programs.program(bucket, variant)
+        if self.taps is None or bucket.phase is Phase.LOGITS:
+            return program
+        tapped = self.taps.apply(program, programs.specs(bucket), self.builder.device.torch_device)
+        self._tapped[bucket, variant] = tapped
+        return tapped.program
+
+    def _put_specs(self, bucket: Bucket, variant: str) -> Mapping[str, TensorSpec]:
+        tapped = self.tapped(bucket, variant)
+        return tapped.put_specs if tapped is not None else {}
+
+    def _warm(
+        self, bucket: Bucket, variant: str, parts: Program, program: CompiledProgram, warmed: set[str]
+    ) -> None:
         """Run the program's graphs that are not in ``warmed`` yet, on what padding alone would give them.
 
         Digests, not objects, are remembered: they are equal on all ranks, which meet in collectives.
         """
         values = self._padding(bucket)
+        if (tapped := self.tapped(bucket, variant)) is not None:
+            values.update(tapped.nothing_put())
         fresh = {}
         for part, graph in zip(parts.parts, program.graphs, strict=True):
             if graph.key.digest not in warmed:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from vllm_neuron.runner.grammar import allowed_tokens
 from vllm_neuron.runner.host_sampling import host_rows
 from vllm_neuron.runner.inputs import Batch, build, scheduled_batch
 from vllm_neuron.runner.logprobs import prompt_parts, scores_of
+from vllm_neuron.runner.observer import StepObserver
 from vllm_neuron.runner.output import StepOutput, wait_for
 from vllm_neuron.runner.processors import CustomProcessors
 from vllm_neuron.runner.prompt_embeds import embedding_inputs
@@ -60,6 +62,7 @@ class NeuronModelRunner:
         sample_on_device: bool,
         overlap: bool = False,
         processors: CustomProcessors | None = None,
+        observer: StepObserver | None = None,
     ) -> None:
         self.executor = executor
         self.plan = plan
@@ -67,6 +70,7 @@ class NeuronModelRunner:
         self.stream = stream
         self.sample_on_device = sample_on_device and processors is None
         self.processors = processors
+        self.observer = observer
         self.state_rows = StateRows(plan.max_num_seqs)
         self.overlap = overlap
         self.scores = scores_of(logprobs_mode)
@@ -82,6 +86,8 @@ class NeuronModelRunner:
     def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput | None:
         """Submit one step; None means that :meth:`sample_tokens` has its output."""
         self._collect(most_left=1)
+        if self.observer is not None:
+            self._tell(self.observer, schedule.finished_req_ids, schedule.preempted_req_ids or ())
         self.table.update(schedule)
         self.state_rows.release(self.table.requests, tuple(schedule.preempted_req_ids or ()))
         blocks = BlockChanges.of(schedule)
@@ -118,6 +124,20 @@ class NeuronModelRunner:
         self._collect(most_left=0)
         return output.get_output()
 
+    def end_observation(self) -> None:
+        """Let the observer take what is left: requests that have ended without a step since."""
+        if self.observer is not None:
+            self._tell(self.observer, tuple(self.table.requests), ())
+            self.observer.close()
+
+    def _tell(self, observer: StepObserver, finished: Iterable[str], preempted: Iterable[str]) -> None:
+        ended = [self.table.requests[name] for name in finished if name in self.table.requests]
+        if ended:  # the host knows all their tokens, and no step runs meanwhile
+            self._collect(most_left=0)
+            caches = self.executor.kv_tensors
+            self.stream.submit(lambda: observer.ended(self.table, ended, caches)).result()
+        observer.preempted(tuple(preempted))
+
     @timed("build inputs", Kind.BUILD)
     def _make_step(self, batch: Batch, blocks: BlockChanges, allowed: Tensor | None = None) -> Step:
         before = self._in_flight[-1].step if self._in_flight else None
@@ -149,6 +169,8 @@ class NeuronModelRunner:
                 batch, self.table.num_computed, self.executor.only_tokens(batch.bucket.num_tokens)
             ),
             earlier=before if needs_tokens else None,
+            observer=self.observer,
+            table=self.table if self.observer is not None else None,
         )
 
     def _on_host(self, request: Request) -> bool:

@@ -23,7 +23,9 @@ from vllm_neuron.runner.feed import Feed
 from vllm_neuron.runner.host_sampling import HostRow, resample
 from vllm_neuron.runner.inputs import Batch
 from vllm_neuron.runner.logprobs import PromptPart, Scores, score_prompts
+from vllm_neuron.runner.observer import StepObserver
 from vllm_neuron.runner.processors import CustomProcessors
+from vllm_neuron.runner.requests import RequestTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +91,9 @@ class Step:
     """Prompt embeddings and where they go, as `neuron_core.prompt_embeds` has it; empty if the model takes none."""
     earlier: Step | None = None
     """The step whose tokens ``feed`` and ``host_rows`` read."""
+    observer: StepObserver | None = None
+    table: RequestTable | None = None
+    """What an observer may read of the batch's requests: their rows stay theirs until the step has run."""
     tokens: Tensor | None = data_field(default=None, init=False)
     """int32 ``[R]``, once it has run."""
     number: int = data_field(default_factory=itertools.count().__next__, init=False)
@@ -133,7 +138,19 @@ class Step:
 
     @timed(lambda step, _: step.batch.bucket.name, Kind.GRAPH, lambda step, _: step.describe())
     def _run_graph(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.observer is not None and self.table is not None:
+            return self._run_observed(values, self.observer, self.table)
         return self.executor.run(self.batch.bucket, self.variant, values)
+
+    def _run_observed(
+        self, values: Mapping[str, Tensor], observer: StepObserver, table: RequestTable
+    ) -> dict[str, Tensor]:
+        program = self.executor.tapped(self.batch.bucket, self.variant)
+        assert program is not None, "an executor of an observed runner taps every step"
+        puts = observer.puts(program, self.batch, values, table)
+        outputs = self.executor.run(self.batch.bucket, self.variant, {**values, **puts})
+        observer.ran(program, self.batch, values, outputs)
+        return outputs
 
     @timed(lambda step, _: step.executor.plan.logits().name, Kind.GRAPH)
     def _logits(self, hidden: Tensor) -> Tensor:

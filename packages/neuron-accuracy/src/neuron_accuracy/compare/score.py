@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a comparison says of one tensor: figures, and where in it they are worst."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_accuracy.compare.limits import Limits, TwoWay
+from neuron_accuracy.compare.metrics import ULP_LABELS, ratio
+from neuron_accuracy.compare.requests import ranges
+from neuron_accuracy.compare.tally import Tally
+
+__all__ = ["Gain", "Head", "RowSpan", "Score", "score"]
+
+FLOOR = 1 / 16
+"""The reference's own error counts as at least this many ulps of its size, so that where it rounds nothing a test that
+does is not infinitely worse."""
+
+ALONE = 0.9
+"""Share of the squared error that makes a part of a tensor the only one that differs."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A channel whose values are those of the reference times ``slope``."""
+
+    channel: int
+    slope: float
+    """Least squares, through zero."""
+    error: float
+    """Standard error of the slope."""
+    z: float
+    """Distance from 1 in standard errors."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head."""
+
+    head: int
+    cosine: float
+    rel_l2: float
+    equals: int | None
+    """The reference's head that it equals instead of its own."""
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """Positions of one request that differ where others do not."""
+
+    pair: int
+    positions: tuple[int, ...]
+
+
+@dataclass
+class Score:
+    """All that is said of one tensor; ``reasons`` says why it fails, empty if it does not."""
+
+    name: str
+    tally: Tally
+    dtypes: tuple[torch.dtype, ...]
+    """Of the test, the reference and the baseline."""
+    sources: tuple[str, ...]
+    figures: dict[str, float]
+    reasons: list[str] = field(default_factory=list)
+    sharper: list[str] = field(default_factory=list)
+    """What part of the tensor it is, if not all."""
+    gains: list[Gain] = field(default_factory=list)
+    heads: list[Head] = field(default_factory=list)
+    rows: list[RowSpan] = field(default_factory=list)
+    input_rel_l2: float | None = None
+    """Of the module's first input, if both runs have it."""
+    verdict: str = "agrees"
+    """``agrees``, ``makes`` an error, ``diverges`` first or with inputs not known, or ``inherits`` one."""
+
+    @property
+    def module(self) -> str:
+        """Its module, as other runs call it."""
+        return self.name.partition(":")[0]
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is what its module was given."""
+        return self.name.partition(":")[2].startswith("input.")
+
+    def to_json(self) -> dict[str, Any]:
+        """A row of the table of modules."""
+        return {
+            "name": self.name,
+            "sources": list(self.sources),
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.dtypes],
+            "rows": self.tally.rows,
+            "features": self.tally.features,
+            **self.figures,
+            "ulps": dict(zip(ULP_LABELS, self.tally.ulps.tolist(), strict=True))
+            if self.tally.dtype
+            else None,
+            "input_rel_l2": self.input_rel_l2,
+            "verdict": self.verdict,
+            "reasons": self.reasons,
+            "sharper": self.sharper,
+        }
+
+
+def score(
+    name: str,
+    tally: Tally,
+    dtypes: tuple[torch.dtype, ...],
+    sources: tuple[str, ...],
+    coarsest: torch.dtype,
+    limits: Limits,
+    requests: Sequence[str],
+) -> Score:
+    """Judge one tensor by itself; ``requests`` are the names of the pairs."""
+    allowed = limits.of(coarsest)
+    found = Score(name, tally, dtypes, sources, _figures(tally, len(dtypes) == 3, coarsest))
+    if tally.not_finite:
+        found.reasons.append(_not_finite(tally, requests))
+    if len(dtypes) == 3:
+        _gate(found, limits)
+    else:
+        _limit(found, allowed)
+    found.gains = _gains(tally, allowed.gain, limits.gain_z)
+    if found.gains:
+        found.reasons.append(_gain_reason(found.gains))
+    _judge_heads(found, allowed)
+    _judge_rows(found, allowed, requests)
+    if found.reasons:
+        _localise(found, requests)
+    return found
+
+
+def _figures(tally: Tally, three_way: bool, coarsest: torch.dtype) -> dict[str, float]:
+    figures = {
+        "cosine": tally.cosine,
+        "rel_l2": tally.rel_l2,
+        "linf": tally.linf,
+        "linf_rel": tally.linf_rel,
+        "bc": tally.bc,
+    }
+    if three_way:
+        floor = FLOOR * torch.finfo(coarsest).eps if coarsest.is_floating_point else 0.0
+        linf, norm = tally.worst_ratios(floor)
+        figures |= {"sigma_ratio": tally.sigma_ratio(floor), "linf_ratio": linf, "l2_ratio": norm}
+    return figures
+
+
+def _limit(found: Score, allowed: TwoWay) -> None:
+    for figure, most in (("rel_l2", allowed.rel_l2), ("linf_rel", allowed.linf_rel)):
+        value = found.figures[figure]
+        if not value <= most:
+            found.reasons.append(f"{figure} {value:.3g} is above {most:g}")
+
+
+def _gate(found: Score, limits: Limits) -> None:
+    gates, figures = limits.gates, found.figures
+    values = {name: figures[name] for name in ("bc", "sigma_ratio", "linf_ratio", "l2_ratio")}
+    if not gates.passes(*values.values()):
+        found.reasons.append(
+            f"against the baseline BC {values['bc']:.3f} and sigma ratio {values['sigma_ratio']:.2f} "
+            f"(at least {gates.bc} or at most {gates.sigma}), L-inf ratio {values['linf_ratio']:.2f} "
+            f"(below {gates.linf_ratio}), L2 ratio {values['l2_ratio']:.2f} (below {gates.l2_ratio})"
+        )
+
+
+def _not_finite(tally: Tally, requests: Sequence[str]) -> str:
+    at = tally.not_finite_at
+    assert at is not None
+    sides = [
+        side for side, value in (("test", at.test), ("reference", at.reference)) if not math.isfinite(value)
+    ]
+    who = " and ".join(sides) or "baseline"
+    return (
+        f"{tally.not_finite} elements are not finite, the first in the {who}: {at.test:g} against {at.reference:g} "
+        f"at position {at.position} of {requests[at.pair]}, channel {at.channel}"
+    )
+
+
+def _gains(tally: Tally, most: float, most_z: float) -> list[Gain]:
+    sums, rows = tally.channels, tally.rows
+    if rows < 4 or not most or tally.features < 2:
+        return []
+    known = sums.reference > 0
+    reference = torch.where(known, sums.reference, 1.0)
+    off = torch.where(known, sums.cross / reference, 0.0)
+    residual = (sums.error - off.square() * reference).clamp_min(0) / (rows - 1)
+    # Few rows may by chance lie on a line: no channel counts as quieter than half of them are.
+    noise = torch.maximum(residual, residual.median())
+    stderr = (noise / reference).sqrt()
+    z = torch.where(stderr > 0, off / stderr, torch.where(off == 0, 0.0, math.inf * off.sign()))
+    spread = max(1.0, 1.4826 * float(z.abs().median()))
+    out = (off.abs() > most) & (z.abs() > most_z * spread) & known
+    return [
+        Gain(channel, 1 + float(off[channel]), float(stderr[channel]), float(z[channel]))
+        for channel in out.nonzero().flatten().tolist()
+    ]
+
+
+def _gain_reason(gains: Sequence[Gain]) -> str:
+    first = gains[0]
+    more = f" (and {len(gains) - 1} more channels)" if len(gains) > 1 else ""
+    return (
+        f"channel {first.channel} is {first.slope:.4f} ± {first.error:.4f} times the reference's, "
+        f"{abs(first.z):.0f} standard errors from 1{more}"
+    )
+
+
+def _judge_heads(found: Score, allowed: TwoWay) -> None:
+    sums = found.tally.by_head
+    if sums is None:
+        return
+    norms = (sums.test.unsqueeze(1) * sums.reference.unsqueeze(0)).sqrt()
+    cosines = torch.where(norms > 0, sums.dots / norms.clamp_min(1e-300), 0.0)
+    for head in range(len(sums.test)):
+        rel = ratio(math.sqrt(float(sums.error[head])), math.sqrt(float(sums.reference[head])))
+        likest = int(cosines[head].argmax())
+        equals = (
+            likest if rel > allowed.head and likest != head and float(cosines[head, likest]) > 0.99 else None
+        )
+        found.heads.append(Head(head, float(cosines[head, head]), rel, equals))
+    out = [item for item in found.heads if not item.rel_l2 <= allowed.head]
+    for item in out[:4]:
+        other = f"; it equals the reference's head {item.equals}" if item.equals is not None else ""
+        found.reasons.append(f"head {item.head}: rel_l2 {item.rel_l2:.3g} is above {allowed.head:g}{other}")
+    if out and len(out) < len(found.heads):
+        found.sharper.append(f"only head{'s' * (len(out) > 1)} {ranges([item.head for item in out])}")
+
+
+def _judge_rows(found: Score, allowed: TwoWay, requests: Sequence[str]) -> None:
+    pairs, positions, error, reference, _ = found.tally.by_row()
+    if not len(pairs):
+        return
+    size = torch.maximum(reference, reference.mean())
+    far = torch.where(
+        size > 0, (error / size.clamp_min(1e-300)).sqrt(), torch.where(error > 0, math.inf, 0.0)
+    )
+    out = far > allowed.row
+    if not bool(out.any()):
+        return
+    worst = int(far.argmax())
+    found.reasons.append(
+        f"position {int(positions[worst])} of {requests[int(pairs[worst])]}: its row is {float(far[worst]):.3g} of its "
+        f"size off, above {allowed.row:g}"
+    )
+    if bool(out.all()):
+        return
+    for pair in pairs[out].unique().tolist():
+        at = positions[out & (pairs == pair)].sort().values.tolist()
+        found.rows.append(RowSpan(pair, tuple(at)))
+
+
+def _localise(found: Score, requests: Sequence[str]) -> None:
+    tally = found.tally
+    _, _, error, _, _ = tally.by_row()
+    if found.rows and tally.rows > 1:
+        spans = [f"{ranges(item.positions)} of {requests[item.pair]}" for item in found.rows[:4]]
+        found.sharper.append("only positions " + "; ".join(spans))
+    channels = _few(tally.channels.error)
+    if found.gains:
+        channels = [gain.channel for gain in found.gains]
+    if channels and not any(text.startswith("only head") for text in found.sharper):
+        found.sharper.append(f"only channel{'s' * (len(channels) > 1)} {ranges(sorted(channels))}")
+
+
+def _few(error: Tensor) -> list[int]:
+    """The channels that make nearly all of the error, if they are few."""
+    total = float(error.sum())
+    if not total or len(error) < 8:
+        return []
+    falling = error.sort(descending=True)
+    count = int((falling.values.cumsum(0) < ALONE * total).sum()) + 1
+    return falling.indices[:count].tolist() if count <= len(error) // 20 + 1 else []

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a capture under the names they are compared by, and rows of the whole tensor they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from neuron_accuracy.capture.reader import Capture, Stored
+from neuron_accuracy.capture.records import StepRecord
+from neuron_accuracy.compare.whole import assemble, differing_replicas, slice_bounds
+from neuron_accuracy.errors import CaptureError, LayoutError
+from neuron_accuracy.layout import Rows, Sharding, TensorLayout
+
+__all__ = ["View", "ViewReader", "views_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor, or a slice of a fused one, by the name it is compared under."""
+
+    name: str
+    """``module:tensor``, as other runs call it."""
+    module: str
+    tensor: str
+    layout: TensorLayout
+    part: str | None = None
+    """The slice."""
+
+    @property
+    def source(self) -> str:
+        """What its own run calls it."""
+        return f"{self.module}:{self.tensor}" + (f":{self.part}" if self.part else "")
+
+    @property
+    def heads(self) -> int | None:
+        """Heads in its last dimension: of a slice, its share of the whole's."""
+        heads = self.layout.heads
+        if heads is None or self.part is None:
+            return heads
+        sizes = {item.name: item.size for item in self.layout.slices}
+        share, rest = divmod(sizes[self.part] * heads, sum(sizes.values()))
+        return None if rest else share
+
+
+def views_of(capture: Capture) -> dict[str, View]:
+    """All tensors of a capture by the name they are compared under, in the order they were computed. A fused tensor is
+    there whole and by its slices. Raises ``CaptureError`` if two have one name.
+    """
+    views: dict[str, View] = {}
+    names, layouts = capture.run.names, capture.run.layouts
+    for module in capture.modules():
+        dp, step = capture.first_step(module)
+        rank = capture.ranks(module, step, dp)[0]
+        for tensor in sorted(capture.tensors(module, step, rank, dp), key=_inputs_first):
+            own = f"{module}:{tensor}"
+            layout = layouts.get(own, TensorLayout())
+            for part in (None, *(item.name for item in layout.slices)):
+                source = own if part is None else f"{own}:{part}"
+                view = View(names.get(source, source), module, tensor, layout, part)
+                if view.name in views:
+                    raise CaptureError(
+                        f"{capture.folder}: {views[view.name].source} and {source} are both called {view.name}; "
+                        "give one of them another name"
+                    )
+                views[view.name] = view
+    return views
+
+
+class ViewReader:
+    """Reads rows of one view's whole tensor, from whatever the ranks hold."""
+
+    def __init__(self, capture: Capture, view: View) -> None:
+        self.capture = capture
+        self.view = view
+        self._checked: set[tuple[int, int]] = set()
+
+    def holds(self, dp: int, step: StepRecord) -> bool:
+        """Whether the step has the tensor."""
+        if self.view.module not in self.capture.modules_of(step, dp):
+            return False
+        ranks = self.capture.ranks(self.view.module, step, dp)
+        return bool(ranks) and self.view.tensor in self.capture.tensors(self.view.module, step, ranks[0], dp)
+
+    def dtype(self, dp: int, step: StepRecord) -> torch.dtype:
+        """What the ranks hold it in."""
+        return self._stored(dp, step)[0][1].dtype
+
+    def shape(self, dp: int, step: StepRecord) -> tuple[int, ...]:
+        """Of the whole tensor, slices not taken; its rows are checked against the step's."""
+        layout, parts = self.view.layout, [stored for _, stored in self._stored(dp, step)]
+        empty = [torch.empty(stored.shape, dtype=stored.dtype, device="meta") for stored in parts]
+        shape = tuple(self._named(lambda: assemble(empty, layout)).shape)
+        expected = {Rows.TOKENS: step.num_tokens, Rows.REQUESTS: step.num_seqs}.get(layout.rows)
+        if expected is not None and (not shape or shape[0] != expected):
+            raise LayoutError(
+                f"{self.capture.folder}: {self.view.source} in step {step.number} is {list(shape)}, but the step has "
+                f"{expected} rows of {layout.rows}; declare its layout with the rows it has"
+            )
+        return shape
+
+    def rows(self, dp: int, step: StepRecord, begin: int, end: int) -> Tensor:
+        """Rows ``begin`` to ``end`` of the whole, ``[rows, features]``, in their dtype."""
+        layout = self.view.layout
+        stored = self._stored(dp, step)
+        dealt = layout.sharding in (Sharding.SHARDED, Sharding.INTERLEAVED) and len(stored) > 1
+        if dealt and layout.dim % len(stored[0][1].shape) == 0:
+            return self._features(self._dealt_rows(dp, step, begin, end, stored))
+        parts = [self._load(dp, step, rank, begin, end) for rank, _ in self._needed(stored)]
+        return self._features(self._named(lambda: assemble(parts, layout)))
+
+    def everything(self, dp: int, step: StepRecord) -> Tensor:
+        """The whole of a tensor that has no rows, as one row."""
+        stored = self._needed(self._stored(dp, step))
+        parts = [
+            self.capture.load(self.view.module, self.view.tensor, step, rank, dp=dp) for rank, _ in stored
+        ]
+        return self._named(lambda: assemble(parts, self.view.layout)).reshape(1, -1)
+
+    def check(self, dp: int, step: StepRecord, chunk: int) -> list[str]:
+        """Check the digests of a step's parts once, and that replicas agree; says which do not."""
+        if (dp, step.number) in self._checked:
+            return []
+        self._checked.add((dp, step.number))
+        stored = self._stored(dp, step)
+        for rank, _ in stored:
+            self.capture.check(self.view.module, self.view.tensor, step, rank, dp=dp)
+        return self._differing(dp, step, stored, chunk)
+
+    def _differing(
+        self, dp: int, step: StepRecord, stored: list[tuple[int, Stored]], chunk: int
+    ) -> list[str]:
+        replicated = self.view.layout.sharding is Sharding.REPLICATED or any(
+            item.replicas > 1 for item in self.view.layout.slices
+        )
+        if len(stored) == 1 or not replicated or not stored[0][1].shape:
+            return []
+        for begin in range(0, stored[0][1].shape[0], chunk):
+            end = min(begin + chunk, stored[0][1].shape[0])
+            parts = [self._load(dp, step, rank, begin, end) for rank, _ in stored]
+            found = self._named(lambda: differing_replicas(parts, self.view.layout))  # noqa: B023
+            if found:
+                rank, first, part, reference = found[0]
+                rows = (part.float() != reference.float()).reshape(part.shape[0], -1).any(1).nonzero()
+                return [
+                    f"in step {step.number} ranks {stored[first][0]} and {stored[rank][0]} should hold the same of it, "
+                    f"but differ from row {begin + int(rows[0])} on"
+                ]
+        return []
+
+    def _dealt_rows(
+        self, dp: int, step: StepRecord, begin: int, end: int, stored: list[tuple[int, Stored]]
+    ) -> Tensor:
+        if self.view.layout.sharding is Sharding.SHARDED:
+            pieces, first = [], 0
+            for rank, held in stored:
+                low, high = max(begin - first, 0), min(end - first, held.shape[0])
+                if low < high:
+                    pieces.append(self._load(dp, step, rank, low, high))
+                first += held.shape[0]
+            return torch.cat(pieces)
+        ranks = len(stored)
+        whole: Tensor | None = None
+        for index, (rank, _) in enumerate(stored):
+            low, high = -(-(begin - index) // ranks), -(-(end - index) // ranks)
+            part = self._load(dp, step, rank, low, high)
+            if whole is None:
+                whole = part.new_empty((end - begin, *part.shape[1:]))
+            at = low * ranks + index - begin
+            whole[at::ranks] = part
+        assert whole is not None
+        return whole
+
+    def _needed(self, stored: list[tuple[int, Stored]]) -> list[tuple[int, Stored]]:
+        return stored[:1] if self.view.layout.sharding is Sharding.REPLICATED else stored
+
+    def _stored(self, dp: int, step: StepRecord) -> list[tuple[int, Stored]]:
+        capture, view = self.capture, self.view
+        ranks = capture.ranks(view.module, step, dp)
+        if view.layout.sharding is not Sharding.REPLICATED and len(ranks) != capture.run.ranks:
+            lost = sorted(set(range(capture.run.ranks)) - set(ranks))
+            raise CaptureError(
+                f"{capture.folder}: ranks {lost} hold nothing of {view.source} in step {step.number}, but it is "
+                f"{view.layout.sharding} over {capture.run.ranks}; capture all ranks"
+            )
+        held = [(rank, capture.tensors(view.module, step, rank, dp).get(view.tensor)) for rank in ranks]
+        return [(rank, self._present(stored, step, rank)) for rank, stored in held]
+
+    def _present(self, stored: Stored | None, step: StepRecord, rank: int) -> Stored:
+        if stored is None:
+            raise CaptureError(
+                f"{self.capture.folder}: rank {rank} holds no {self.view.source} in step {step.number}, other ranks do"
+            )
+        return stored
+
+    def _load(self, dp: int, step: StepRecord, rank: int, begin: int, end: int) -> Tensor:
+        return self.capture.load(self.view.module, self.view.tensor, step, rank, dp=dp, rows=(begin, end))
+
+    def _features(self, whole: Tensor) -> Tensor:
+        if self.view.part is not None:
+            begin, end = slice_bounds(self.view.layout.slices)[self.view.part]
+            whole = whole[..., begin:end]
+        return whole.reshape(whole.shape[0], -1)
+
+    def _named(self, make: Callable[[], T]) -> T:
+        try:
+            return make()
+        except LayoutError as error:
+            raise LayoutError(f"{self.capture.folder}: {self.view.source}: {error}") from error
+
+
+def _inputs_first(tensor: str) -> tuple[bool, str]:
+    return not tensor.startswith("input."), tensor

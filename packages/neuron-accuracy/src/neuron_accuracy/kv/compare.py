@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the caches of one capture against those of another, a layer of a request at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from neuron_accuracy.capture.reader import Capture
+from neuron_accuracy.errors import CaptureError
+from neuron_accuracy.findings import Finding, Level, Outcome, Severity
+from neuron_accuracy.kv.causes import Cause, Sight
+from neuron_accuracy.kv.contiguous import freed_positions
+from neuron_accuracy.kv.figures import Figures, measure
+from neuron_accuracy.kv.findings import findings_of
+from neuron_accuracy.kv.judge import Judge
+from neuron_accuracy.kv.limits import BASELINE_RATIO, POSITION_FACTOR, RELATIVE_L2, Limits, limits_for
+from neuron_accuracy.kv.requests import Cache, Layer, Pair, caches_of, pair_up
+from neuron_accuracy.kv.tables import PARTS, RequestTable, Tables
+from neuron_accuracy.logits.same import label
+
+__all__ = ["Progress", "compare_caches"]
+
+Progress = Callable[[int, int], None]
+"""Called with how many of how many layers of requests are done."""
+
+
+def compare_caches(
+    test: Capture,
+    reference: Capture,
+    baseline: Capture | None = None,
+    *,
+    progress: Progress = lambda done, total: None,
+) -> Outcome:
+    """Compare the KV caches of two captures of one model; see ``docs/accuracy-kv.md`` for the outcome's data.
+
+    With a ``baseline`` of higher precision the test is held against it, and may be ``BASELINE_RATIO`` times as far from
+    it as the reference is. Raises ``CaptureError`` when a capture has no caches or cannot be read, ``LayoutError`` when
+    ranks do not make a cache or the models differ in layers, heads or head size.
+    """
+    _check_same_tokens(test, reference)
+    tests, references = caches_of(test), caches_of(reference)
+    pairs, left, unused = pair_up(tests, references, [] if baseline is None else caches_of(baseline))
+    findings = _unpaired(left, unused) + [item for pair in pairs for item in _shortened(pair)]
+    if not pairs:
+        return _outcome(test, reference, findings, {})
+    return _Comparison(pairs, progress).run(test, reference, findings)
+
+
+class _Comparison:
+    def __init__(self, pairs: Sequence[Pair], progress: Progress) -> None:
+        record = pairs[0].test.record
+        self.pairs, self.progress = pairs, progress
+        self.judges = [Judge(pair) for pair in pairs]
+        self.num_layers, self.num_heads = record.num_layers, record.num_heads
+        self.tables = Tables(record.num_layers, record.num_heads, max(pair.length for pair in pairs))
+        self.requests = [
+            RequestTable(record.num_layers, pair.length, pair.test.record.block_size * pair.test.record.dcp)
+            for pair in pairs
+        ]
+        self.limits = Limits(0.0, 0.0)
+        self.dtypes: set[str] = set()
+
+    def run(self, test: Capture, reference: Capture, findings: list[Finding]) -> Outcome:
+        total = self.num_layers * len(self.pairs)
+        for layer in range(self.num_layers):
+            for index in range(len(self.pairs)):
+                self._layer(index, layer)
+                self.progress(layer * len(self.pairs) + index + 1, total)
+        findings = findings + findings_of(self.judges, self.num_layers, self.num_heads)
+        return _outcome(test, reference, findings, self._data())
+
+    def _layer(self, index: int, layer: int) -> None:
+        pair, judge = self.pairs[index], self.judges[index]
+        ours, theirs = pair.test.layer(layer), pair.reference.layer(layer)
+        truth = theirs if pair.baseline is None else pair.baseline.layer(layer)
+        limits = self._limits(pair, ours, theirs)
+        judge.causes += _disagreeing(pair, ours, theirs, layer)
+        sights = {}
+        for part in PARTS:
+            tensors = [getattr(held, part)[:, : pair.length] for held in (ours, theirs, truth)]
+            sight = self._sight(judge, part, layer, tensors, limits)
+            self.requests[index].add(part, layer, sight)
+            if sight is not None:
+                self.tables.add(sight)
+                sights[part] = sight
+        judge.look(layer, sights)
+
+    def _limits(self, pair: Pair, ours: Layer, theirs: Layer) -> Limits:
+        infos = (pair.test.capture.run.info, pair.reference.capture.run.info)
+        dtypes = {ours.dtype, theirs.dtype, *(info.dtype for info in infos)}
+        limits = limits_for(dtypes)
+        self.dtypes |= dtypes
+        self.limits = max(self.limits, limits, key=lambda item: item.head)
+        return limits
+
+    def _sight(
+        self, judge: Judge, part: str, layer: int, tensors: Sequence[torch.Tensor], limits: Limits
+    ) -> Sight | None:
+        """What can be compared of a part; what is not finite becomes a cause."""
+        pair = judge.pair
+        caches = [pair.test, pair.reference] + ([pair.baseline] if pair.baseline is not None else [])
+        usable = torch.ones(pair.length, dtype=torch.bool)
+        for cache in caches:
+            usable &= ~freed_positions(cache.record)[: pair.length]
+        for cache, side, tensor in zip(caches, ("test", "reference", "baseline"), tensors, strict=False):
+            wrong = ~tensor.isfinite().all(dim=-1) & ~freed_positions(cache.record)[: pair.length]
+            if wrong.any():
+                judge.causes.append(_not_finite(part, layer, side, wrong))
+                usable &= ~wrong.any(dim=0)
+        if not usable.any():
+            return None
+        ours, theirs, truth = (tensor[:, usable] for tensor in tensors)
+        positions = usable.nonzero().flatten()
+        figures = measure(ours, truth)
+        head = torch.full((self.num_heads,), limits.head, dtype=torch.float64)
+        position = torch.full_like(figures.by_position, limits.position)
+        if pair.baseline is not None:
+            of_reference = measure(theirs, truth)
+            judge.causes += _reference_off(part, layer, of_reference, limits)
+            head, position = _from_baseline(of_reference)
+        return Sight(part, layer, ours, truth, positions, figures, head, position, limits)
+
+    def _data(self) -> dict[str, Any]:
+        dtypes = sorted({dtype.removeprefix("torch.") for dtype in self.dtypes})
+        both = zip(self.judges, self.requests, strict=True)
+        return {
+            "limits": {
+                "dtypes": ", ".join(dtypes),
+                "relative_l2_of_a_head": self.limits.head,
+                "relative_l2_of_a_position": self.limits.position,
+            },
+            "requests": [_row(judge, table) for judge, table in both],
+            **self.tables.data(self.limits),
+            "prompts": [
+                {"title": f"Request {pair.request}", "heat_maps": table.heat_maps()}
+                for pair, table in zip(self.pairs, self.requests, strict=True)
+            ],
+        }
+
+
+def _row(judge: Judge, table: RequestTable) -> dict[str, Any]:
+    pair = judge.pair
+    test = pair.test.record
+    worst = {part: max((x for x in table.worst[part] if x == x), default=float("nan")) for part in PARTS}
+    return {
+        "request": test.request,
+        "held_against": pair.reference.record.request,
+        "positions": pair.length,
+        "cached": test.num_cached,
+        "freed_blocks": sum(test.freed),
+        "agrees": not judge.causes and not judge.overwritten,
+        "first_layer": judge.first_layer,
+        "worst_keys": worst["keys"],
+        "worst_values": worst["values"],
+    }
+
+
+def _from_baseline(of_reference: Figures) -> tuple[torch.Tensor, torch.Tensor]:
+    """Limits of heads and positions: multiples of the reference's own errors, never below float32's."""
+    floor = RELATIVE_L2["float32"]
+    head = (BASELINE_RATIO * of_reference.relative_l2).clamp_min(floor)
+    errors = of_reference.by_position
+    usual = torch.maximum(errors, errors.mean(dim=1, keepdim=True))
+    return head, (POSITION_FACTOR * usual).clamp_min(POSITION_FACTOR * floor)
+
+
+def _reference_off(part: str, layer: int, figures: Figures, limits: Limits) -> list[Cause]:
+    off = (figures.relative_l2 > limits.head).nonzero().flatten().tolist()
+    if not off:
+        return []
+    worst = float(figures.relative_l2.max())
+    what = (
+        f"the reference itself is {worst:.3g} from the baseline, limit {limits.head:.3g}: it is no reference"
+    )
+    return [Cause("reference off", part, tuple(off), what, layer, figures={"relative_l2": worst})]
+
+
+def _not_finite(part: str, layer: int, side: str, wrong: torch.Tensor) -> Cause:
+    heads = tuple(wrong.any(dim=1).nonzero().flatten().tolist())
+    positions = tuple(wrong.any(dim=0).nonzero().flatten().tolist())
+    what = f"{part} not finite in the {side}, although their blocks were not given back"
+    return Cause("not finite", part, heads, what, layer, positions)
+
+
+def _disagreeing(pair: Pair, ours: Layer, theirs: Layer, layer: int) -> list[Cause]:
+    causes = []
+    for side, cache, held in (("test", pair.test, ours), ("reference", pair.reference, theirs)):
+        for rank, other, position in held.disagreeing:
+            record, ranks = cache.record, cache.capture.run.ranks
+            local = record.num_heads * record.replicas // ranks
+            group = rank // record.replicas
+            heads = tuple(range(group * local, (group + 1) * local))
+            what = (
+                f"ranks {other} and {rank} of the {side} should hold the same and do not, "
+                f"from position {position} on"
+            )
+            causes += [Cause("ranks disagree", part, heads, what, layer) for part in PARTS]
+    return causes
+
+
+def _unpaired(left: Sequence[Cache], unused: Sequence[Cache]) -> list[Finding]:
+    found = []
+    for cache, side, other in [(c, "test", "reference") for c in left] + [
+        (c, "reference", "test") for c in unused
+    ]:
+        detail = f"the {other} has no cache that begins with the same token ({cache.record.token_ids[0]}) and is free"
+        where = f"request {cache.record.request} of the {side}"
+        found.append(Finding(Level.INPUT, "request without a pair", where, detail))
+    return found
+
+
+def _shortened(pair: Pair) -> list[Finding]:
+    """What of a pair cannot be compared. That a side ends earlier is a note, unless the greater part is missing."""
+    sides = {"test": pair.test, "reference": pair.reference, "baseline": pair.baseline}
+    tokens = {side: cache.record.token_ids for side, cache in sides.items() if cache is not None}
+    longest, n = max(map(len, tokens.values())), pair.length
+    if n == longest:
+        return []
+    parted = len({ids[n] for ids in tokens.values() if n < len(ids)}) > 1
+    severity = Severity.FAULT if parted or 2 * n < longest else Severity.NOTE
+    there = ", ".join(f"{side} {ids[n] if n < len(ids) else 'ends'}" for side, ids in tokens.items())
+    detail = f"at position {n}: {there}; only {n} of {longest} positions are compared"
+    where = f"request {pair.request}, held against {pair.reference.record.request}"
+    figures = {"compared": float(n), "positions": float(longest)}
+    return [
+        Finding(
+            Level.INPUT, "tokens part" if parted else "missing positions", where, detail, severity, figures
+        )
+    ]
+
+
+def _check_same_tokens(test: Capture, reference: Capture) -> None:
+    ours, theirs = test.run.info, reference.run.info
+    for name in ("vocab_size", "tokenizer"):
+        a, b = getattr(ours, name), getattr(theirs, name)
+        if a != b and "unknown" not in (a, b):
+            raise CaptureError(
+                f"{test.folder} has {name} {a!r}, {reference.folder} {b!r}: token ids mean different things"
+            )
+
+
+def _outcome(test: Capture, reference: Capture, findings: list[Finding], data: dict[str, Any]) -> Outcome:
+    names = [label(capture.run.info) for capture in (test, reference)]
+    return Outcome("kv", "KV caches", names[0], names[1], findings, data)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What any JSON data is drawn as: facts, tables, charts, and groups of these. Nothing is left out.
+
+* a mapping with a rectangle of numbers in ``values`` is a heat map; ``rows`` and ``columns`` (``name``, ``labels``),
+  ``title`` and ``limit`` are drawn with it;
+* a mapping with ``lines`` (``name``, ``values``) is a line chart over ``x`` (``name``, ``values``), with ``y`` and ``limit``;
+* a mapping of equally long lists of numbers is a line chart over its first list, and its columns are a table;
+* a list of mappings is a table; what of them does not fit into a cell is drawn below, a group for each;
+* other scalars are facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from neuron_accuracy.report.numbers import Cell, cell, is_number, label
+
+__all__ = ["Block", "Chart", "Facts", "Group", "Table", "blocks_of"]
+
+_INLINE = 8
+"""Scalars of a list that are written into one cell; longer lists are drawn."""
+_NAMES = ("title", "name", "request", "prompt", "task", "module", "text")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and values."""
+
+    title: str
+    items: Sequence[tuple[str, Cell]]
+    kind: str = "facts"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under column headings; with ``headed`` the first cell of a row is its heading."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    headed: bool = True
+    kind: str = "table"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart; None where there is no number."""
+
+    name: str
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A heat map (``cells``) or a line chart (``lines``), and the table of the same numbers."""
+
+    title: str
+    x: str
+    y: str
+    xs: Sequence[Any]
+    table: Table
+    lines: Sequence[Line] = ()
+    ys: Sequence[Any] = ()
+    cells: Sequence[Sequence[float | None]] = ()
+    limit: float | None = None
+    others: Sequence[tuple[str, Cell]] = ()
+    """Whatever else the data says of it."""
+    kind: str = "chart"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks under a heading that can be folded."""
+
+    title: str
+    blocks: Sequence[Block] = field(default_factory=tuple)
+    kind: str = "group"
+
+
+Block = Facts | Table | Chart | Group
+
+
+def blocks_of(title: str, data: Any) -> list[Block]:
+    """Draw any JSON-ready value under a title."""
+    if isinstance(data, Mapping):
+        return _mapping(title, data)
+    if isinstance(data, list | tuple):
+        return _list(title, list(data))
+    return [Facts("", [(title or "value", cell(data))])]
+
+
+def _mapping(title: str, data: Mapping[str, Any]) -> list[Block]:
+    if not data:
+        return [Facts("", [(title, Cell("none"))])] if title else []
+    title = str(data.get("title", title))
+    if _is_heat_map(data):
+        return [_heat_map(title, data)]
+    if _is_lines(data):
+        return [_lines(title, data)]
+    if (columns := _columns(data)) is not None:
+        return [_column_chart(title, columns)]
+    inside: list[Block] = []
+    facts = [(label(key), cell(value)) for key, value in data.items() if key != "title" and _fits(value)]
+    if facts:
+        inside.append(Facts("", facts))
+    for key, value in data.items():
+        if key != "title" and not _fits(value):
+            inside += blocks_of(label(key), value)
+    if "title" not in data and len(inside) == 1 and isinstance(inside[0], Facts):
+        return [Facts(title, facts)]
+    return [Group(title, inside)] if title else inside
+
+
+def _list(title: str, data: list[Any]) -> list[Block]:
+    if not data:
+        return [Facts("", [(title, Cell("none"))])]
+    if all(isinstance(item, Mapping) for item in data):
+        return _records(title, data)
+    if _is_rectangle(data):
+        return [_heat_map(title, {"values": data})]
+    if all(map(is_number, data)):
+        return [_column_chart(title, {"number": [*range(len(data))], title or "value": data})]
+    if all(map(_is_scalar, data)):
+        return [Table(title, ["number", title], [[cell(i), cell(item)] for i, item in enumerate(data)])]
+    inside: list[Block] = []
+    for number, item in enumerate(data):
+        inside += blocks_of(f"{title} {number}", item)
+    return [Group(title, inside)]
+
+
+def _records(title: str, data: list[Mapping[str, Any]]) -> list[Block]:
+    """A table of what fits into cells, then what does not."""
+    if all(_is_heat_map(item) or _is_lines(item) for item in data):
+        return [block for number, item in enumerate(data) for block in blocks_of(f"{title} {number}", item)]
+    keys = list(dict.fromkeys(key for item in data for key in item))
+    flat = [key for key in keys if all(_fits(item.get(key)) for item in data)]
+    rest = [key for key in keys if key not in flat]
+    blocks: list[Block] = []
+    if flat and (not rest or flat != ["title"]):
+        rows = [[cell(item[key]) if key in item else Cell("") for key in flat] for item in data]
+        blocks.append(Table(title, [label(key) for key in flat], rows))
+    if not rest:
+        return blocks
+    for number, item in enumerate(data):
+        inside = [b for key in rest if key in item for b in blocks_of(label(key), item[key])]
+        if inside:
+            blocks.append(Group(_name_of(item, title, number), inside))
+    return [Group(title, blocks)] if title else blocks
+
+
+def _name_of(item: Mapping[str, Any], title: str, number: int) -> str:
+    for key in _NAMES:
+        if _is_scalar(item.get(key)) and item.get(key) is not None:
+            return str(item[key]) if key in ("title", "text") else f"{label(key)} {item[key]}"
+    return f"{title} {number}".strip()
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def _fits(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= _INLINE and all(map(_is_scalar, value))
+    return _is_scalar(value)
+
+
+def _is_rectangle(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    widths = {len(row) if isinstance(row, list | tuple) else 0 for row in value}
+    return (
+        len(widths) == 1
+        and widths != {0}
+        and all(item is None or is_number(item) for row in value for item in row)
+    )
+
+
+def _is_heat_map(data: Mapping[str, Any]) -> bool:
+    if not _is_rectangle(data.get("values")):
+        return False
+    shape = {"rows": len(data["values"]), "columns": len(data["values"][0])}
+    return all(name not in data or _is_axis(data[name], "labels", count) for name, count in shape.items())
+
+
+def _is_axis(value: Any, key: str, count: int) -> bool:
+    if not isinstance(value, Mapping) or set(value) - {"name", key}:
+        return False
+    held = value.get(key)
+    return isinstance(held, list | tuple) and len(held) == count and all(map(_is_scalar, held))
+
+
+def _is_lines(data: Mapping[str, Any]) -> bool:
+    lines, x = data.get("lines"), data.get("x")
+    if not isinstance(lines, list | tuple) or not lines or not isinstance(x, Mapping):
+        return False
+    for line in lines:
+        if not isinstance(line, Mapping) or set(line) != {"name", "values"}:
+            return False
+        held = line["values"]
+        if not isinstance(held, list | tuple) or not all(item is None or is_number(item) for item in held):
+            return False
+    count = len(lines[0]["values"])
+    return _is_axis(x, "values", count) and all(len(line["values"]) == count for line in lines)
+
+
+def _columns(data: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]] | None:
+    """Equally long lists of scalars, nested mappings flattened; empty lists, which say that there is none, left in."""
+    found: dict[str, list[Any]] = {}
+    for key, value in data.items():
+        name = f"{prefix}{label(key)}"
+        if isinstance(value, Mapping):
+            inner = _columns(value, f"{name}: ")
+            if inner is None:
+                return None
+            found |= inner
+        elif isinstance(value, list | tuple) and all(item is None or is_number(item) for item in value):
+            found[name] = list(value)
+        else:
+            return None
+    lengths = {len(column) for column in found.values() if column}
+    return found if len(lengths) == 1 and (prefix or lengths.pop() > 1) else None
+
+
+def _heat_map(title: str, data: Mapping[str, Any]) -> Chart:
+    values = data["values"]
+    rows, columns = data.get("rows", {}), data.get("columns", {})
+    ys = rows.get("labels", [*range(len(values))])
+    xs = columns.get("labels", [*range(len(values[0]))])
+    y, x = label(rows.get("name", "row")), label(columns.get("name", "column"))
+    table = Table(
+        title,
+        [f"{y} \\ {x}", *map(str, xs)],
+        [[cell(name), *map(cell, row)] for name, row in zip(ys, values, strict=True)],
+    )
+    cells = [[_drawn(item) for item in row] for row in values]
+    known = ("title", "values", "rows", "columns", "limit")
+    return Chart(
+        title, x, y, xs, table, ys=ys, cells=cells, limit=_limit(data), others=_others(data, known)
+    )
+
+
+def _lines(title: str, data: Mapping[str, Any]) -> Chart:
+    x, y = data["x"], data.get("y", {})
+    names = [str(line["name"]) for line in data["lines"]]
+    columns = zip(x["values"], *(line["values"] for line in data["lines"]), strict=True)
+    x_name = label(x.get("name", "number"))
+    table = Table(title, [x_name, *names], [[*map(cell, row)] for row in columns])
+    lines = [
+        Line(name, [*map(_drawn, line["values"])]) for name, line in zip(names, data["lines"], strict=True)
+    ]
+    y_name = label(y["name"]) if isinstance(y, Mapping) and set(y) == {"name"} else ""
+    known = ("title", "lines", "x", "limit", *(("y",) if y_name or not y else ()))
+    return Chart(
+        title, x_name, y_name, x["values"], table, lines=lines, limit=_limit(data), others=_others(data, known)
+    )
+
+
+def _column_chart(title: str, columns: Mapping[str, list[Any]]) -> Chart:
+    """The first column counts if it holds rising integers, otherwise rows are numbered."""
+    count = max(map(len, columns.values()))
+    full = {name: held or [None] * count for name, held in columns.items()}
+    first = next(iter(full))
+    rising = all(isinstance(item, int) for item in full[first]) and full[first] == sorted(set(full[first]))
+    if not rising or len(full) == 1:
+        first, full = "number", {"number": [*range(count)], **full}
+    lines = [Line(name, [*map(_drawn, held)]) for name, held in full.items() if name != first]
+    table = Table(title, [*full], [[*map(cell, row)] for row in zip(*full.values(), strict=True)])
+    return Chart(title, first, "", full[first], table, lines=lines)
+
+
+def _drawn(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _limit(data: Mapping[str, Any]) -> float | None:
+    return _drawn(data.get("limit"))
+
+
+def _others(data: Mapping[str, Any], known: Sequence[str]) -> list[tuple[str, Cell]]:
+    found = [(label(key), _any_cell(value)) for key, value in data.items() if key not in known]
+    if (limit := data.get("limit")) is not None:
+        found.append(("limit", _any_cell(limit)))
+    return found
+
+
+def _any_cell(value: Any) -> Cell:
+    return cell(value) if _fits(value) else Cell(str(value))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What looks into an engine's steps: a capture, replacements and snapshots, as far as the settings ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+
+from neuron_accuracy.capture.spec import CaptureSpec
+from neuron_core.errors import ConfigError, unknown_name_hint
+from neuron_core.graphs.taps import TappedProgram, Taps
+from vllm_neuron.accuracy.recorder import Recorder
+from vllm_neuron.accuracy.replacement import Replacement
+from vllm_neuron.config import NeuronConfig
+from vllm_neuron.runner.inputs import Batch
+from vllm_neuron.runner.requests import Request, RequestTable
+
+__all__ = ["AccuracyObserver", "accuracy_observer"]
+
+
+class AccuracyObserver:
+    """A `StepObserver` of one rank."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder | None, replacement: Replacement | None) -> None:
+        self.recorder = recorder
+        self.replacement = replacement
+        self.taps = Taps(model, self._wants, self._may_put)
+        self._called: set[str] = set()
+        self._named = frozenset(name for name, _ in model.named_modules())
+
+    def puts(
+        self, program: TappedProgram, batch: Batch, values: Mapping[str, Tensor], table: RequestTable
+    ) -> Mapping[str, Tensor]:
+        """See `StepObserver`."""
+        if self.replacement is None:
+            return program.nothing_put()
+        return self.replacement.puts(program, batch, values, table)
+
+    def ran(
+        self,
+        program: TappedProgram,
+        batch: Batch,
+        values: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+    ) -> None:
+        """See `StepObserver`."""
+        if self.recorder is not None:
+            self.recorder.ran(program, batch, values, outputs)
+
+    def ended(self, table: RequestTable, requests: Sequence[Request], caches: Sequence[Tensor]) -> None:
+        """See `StepObserver`."""
+        if self.recorder is not None:
+            self.recorder.ended(table, requests, caches)
+
+    def preempted(self, request_ids: Sequence[str]) -> None:
+        """See `StepObserver`."""
+        if self.recorder is not None:
+            self.recorder.preempted(request_ids)
+
+    def close(self) -> None:
+        """See `StepObserver`."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for a pattern that none of the modules of the model's programs has matched."""
+        asked = {
+            "tensor_capture": self.recorder.spec.modules if self.recorder is not None else (),
+            "tensor_replacement": self.replacement.modules if self.replacement is not None else (),
+        }
+        for setting, patterns in asked.items():
+            for pattern in patterns:
+                spec = CaptureSpec((pattern,))
+                if not any(spec.wants_module(name) for name in self._called):
+                    hint = f"matches no module that a step calls; {unknown_name_hint(pattern, self._called)}"
+                    raise ConfigError(f"neuron_config.{setting}.modules", pattern, hint)
+
+    def _wants(self, module: str, tensor: str) -> bool:
+        if module not in self._named:  # a part's own, all of whose tensors are those of modules in it
+            return False
+        self._called.add(module)
+        spec = self.recorder.spec if self.recorder is not None else None
+        return spec is not None and spec.wants_module(module) and spec.wants_tensor(tensor)
+
+    def _may_put(self, module: str, tensor: str) -> bool:
+        return self.replacement is not None and self.replacement.may_put(module, tensor)
+
+
+def accuracy_observer(
+    settings: NeuronConfig, model: nn.Module, config: VllmConfig, *, rank: int, size: int
+) -> AccuracyObserver | None:
+    """The observer that the settings ask for, or None; call its ``check`` once the programs are made."""
+    if settings.tensor_capture is None and settings.tensor_replacement is None:
+        return None
+    recorder = replacement = None
+    if settings.tensor_capture is not None:
+        recorder = Recorder(settings.tensor_capture, model, config, rank=rank, size=size)
+    if settings.tensor_replacement is not None:
+        replacement = Replacement(settings.tensor_replacement, model, rank=rank, size=size)
+    return AccuracyObserver(model, recorder, replacement)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-neuron:MODEL`` as a subject of neuron-accuracy: an offline engine with the settings of ``vllm serve``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from neuron_accuracy.capture.spec import CaptureSpec
+from neuron_accuracy.errors import SubjectError
+from neuron_accuracy.replace.source import ReferenceRows
+from neuron_accuracy.subjects.info import SubjectInfo
+from neuron_accuracy.subjects.protocol import Generation, Sampling, Scores
+from neuron_accuracy.subjects.scores import scores_of
+from neuron_core.errors import ConfigError, unknown_name_hint
+from vllm_neuron.accuracy.engine import SubjectEngine
+from vllm_neuron.accuracy.forcing import FORCED
+from vllm_neuron.accuracy.identity import subject_info
+
+__all__ = ["EngineSubject", "open_engine"]
+
+LOGITS = "lm_head"
+"""The module whose output is a row of logits per request."""
+
+
+def open_engine(model: str, options: Mapping[str, Any]) -> EngineSubject:
+    """An engine over ``model``; ``options`` are fields of vLLM's `EngineArgs`, as JSON where they are text.
+
+    Raises ``ConfigError`` for a field that does not exist. No engine is started yet.
+    """
+    known = {item.name for item in dataclasses.fields(EngineArgs)}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(
+                f"vllm-neuron.{name}", value, f"unknown option; {unknown_name_hint(name, known)}"
+            )
+    return EngineSubject(model, {name: _value(value) for name, value in options.items()})
+
+
+class EngineSubject:
+    """One engine at a time: tokens are drawn by an engine like any other, and forced in one with a processor for it."""
+
+    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="neuron-accuracy-")
+        self._engines = SubjectEngine(model, options)
+        self._count = 0
+        self._info: SubjectInfo | None = None
+
+    def info(self) -> SubjectInfo:
+        """Who it is; vLLM's configuration is resolved, no engine started."""
+        if self._info is None:
+            self._info = subject_info(self._engines.config())
+        return self._info
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens as a prompt has them."""
+        return list(self._tokenizer().encode(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids."""
+        return str(self._tokenizer().decode(list(tokens)))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, sampling: Sequence[Sampling], top: int
+    ) -> list[Generation]:
+        """Exactly ``num_tokens`` tokens after each prompt, drawn as a server draws them, all prompts at once.
+
+        Whole rows of scores (``top`` 0) come from a second, forced run along the tokens.
+        """
+        llm = self._engines.plain()
+        params = [_params(how, num_tokens, top) for how in sampling]
+        outputs = llm.generate(_prompts(prompts), params, use_tqdm=False)
+        drawn = [tuple(output.outputs[0].token_ids) for output in outputs]
+        scores = (
+            self.force(prompts, drawn, 0) if top == 0 else [_top_scores(output, top) for output in outputs]
+        )
+        return [
+            Generation(tuple(prompt), tokens, score)
+            for prompt, tokens, score in zip(prompts, drawn, scores, strict=True)
+        ]
+
+    def force(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], top: int
+    ) -> list[Scores]:
+        """Scores of given continuations: prefill of the prompt, then a decode step for each token."""
+        folder = self._folder()
+        self.capture(prompts, continuations, CaptureSpec((LOGITS,)), folder)
+        return _captured_scores(folder, prompts, continuations, top)
+
+    def capture(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]],
+        spec: CaptureSpec,
+        folder: Path,
+    ) -> None:
+        """Run the sequences as :meth:`force` does and write what ``spec`` selects, caches included, to ``folder``.
+
+        A prompt that was given before waits until that one has ended, so that it meets what it left in the cache.
+        """
+        settings = {"tensor_capture": {"folder": str(folder), **spec.to_json()}}
+        llm = self._engines.forcing(settings)
+        _run(llm, prompts, continuations)
+        llm.collective_rpc("end_observation")
+        self._engines.close()
+
+    def force_replaced(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]],
+        reference: Path,
+        candidates: Sequence[str],
+        chosen: Sequence[str],
+    ) -> list[Scores]:
+        """Scores as :meth:`force` gives them, with outputs of the ``chosen`` modules from the capture ``reference``.
+
+        All ``candidates`` can be chosen in a later call without another start.
+        """
+        folder = self._folder()
+        settings = {
+            "tensor_replacement": {"folder": str(reference), "modules": list(candidates)},
+            "tensor_capture": {"folder": str(folder), **CaptureSpec((LOGITS,)).to_json()},
+        }
+        # What one choice left in the cache is nothing for the next.
+        llm = self._engines.forcing(settings, key=(str(reference), *candidates), enable_prefix_caching=False)
+        llm.collective_rpc("begin_capture", args=(str(folder),))
+        llm.collective_rpc("replace_modules", args=(list(chosen),))
+        _run(llm, prompts, continuations)
+        llm.collective_rpc("end_observation")
+        return _captured_scores(folder, prompts, continuations, 0)
+
+    def close(self) -> None:
+        """End the engine and remove what was written for this subject."""
+        self._engines.close()
+        with suppress(OSError):
+            self._scratch.cleanup()
+
+    def _folder(self) -> Path:
+        self._count += 1
+        return Path(self._scratch.name) / f"{self._count}"
+
+    def _tokenizer(self) -> Any:
+        tokenizer = self._engines.tokenizer()
+        if tokenizer is None:
+            raise SubjectError(f"{self._engines.model} has no tokenizer: give prompts as token ids")
+        return tokenizer
+
+
+def _value(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _prompts(prompts: Sequence[Sequence[int]]) -> list[Any]:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def _params(how: Sampling, num_tokens: int, top: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=how.temperature,
+        top_k=how.top_k,
+        top_p=how.top_p,
+        min_p=how.min_p,
+        seed=how.seed,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        logprobs=top or None,
+        detokenize=False,
+    )
+
+
+def _run(llm: Any, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> None:
+    waiting = list(zip(prompts, continuations, strict=True))
+    while waiting:
+        wave: list[tuple[Sequence[int], Sequence[int]]] = []
+        later: list[tuple[Sequence[int], Sequence[int]]] = []
+        seen: set[tuple[int, ...]] = set()
+        for prompt, tokens in waiting:
+            (later if tuple(prompt) in seen else wave).append((prompt, tokens))
+            seen.add(tuple(prompt))
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=len(tokens),
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={FORCED: list(tokens)},
+            )
+            for _, tokens in wave
+        ]
+        llm.generate(_prompts([prompt for prompt, _ in wave]), params, use_tqdm=False)
+        waiting = later
+
+
+def _captured_scores(
+    folder: Path, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], top: int
+) -> list[Scores]:
+    source = ReferenceRows(folder)
+    scores = []
+    for prompt, tokens in zip(prompts, continuations, strict=True):
+        whole = [*prompt, *tokens]
+        rows = source.rows(f"{LOGITS}:output.0", whole, range(len(prompt) - 1, len(whole) - 1))
+        if missing := [place for place, row in enumerate(rows) if row is None]:
+            raise SubjectError(f"no logits of token {missing[0]} after a prompt of {len(prompt)} tokens")
+        scores.append(
+            scores_of(torch.stack([row for row in rows if row is not None]), tokens, len(prompt), top)
+        )
+    return scores
+
+
+def _top_scores(output: Any, top: int) -> Scores:
+    drawn = output.outputs[0]
+    ids, values, chosen = [], [], []
+    for token, row in zip(drawn.token_ids, drawn.logprobs, strict=True):
+        ranked = sorted(row.items(), key=lambda item: item[1].rank)[:top]
+        ids.append([index for index, _ in ranked])
+        values.append([item.logprob for _, item in ranked])
+        chosen.append(row[token].logprob)
+    begin = len(output.prompt_token_ids)
+    return Scores(begin, torch.tensor(chosen), torch.tensor(ids), torch.tensor(values))
