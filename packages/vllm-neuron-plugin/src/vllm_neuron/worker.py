@@ -20,6 +20,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from neuron_core.devices.discovery import open_device
 from neuron_core.environ import Environment
 from neuron_core.errors import ConfigError
+from neuron_core.graphs.build import GraphBuilder
 from neuron_core.memory import MemoryBudget, module_bytes, tensor_bytes
 from neuron_core.metrics import NeuronMetrics
 from neuron_core.protocols import StaticModel
@@ -162,13 +163,13 @@ class NeuronWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV tensors and make the runner."""
         builder = self._on_stream(lambda: graph_builder(self.neuron_device, self.settings, self.environment))
-        self.observer = self._make_observer()
+        self.observer = self._make_observer(builder)
         taps = self.observer.taps if self.observer is not None else None
         executor = GraphExecutor(self.model, self.plan, builder, self.groups.tp.rank(), taps)
         executor.allocate(self.model.kv_layouts, kv_cache_config.num_blocks, self.neuron_device.torch_device)
         self.runner = self._pooling_runner(executor) if self.plan.pooling else self._model_runner(executor)
 
-    def _make_observer(self) -> StepObserver | None:
+    def _make_observer(self, builder: GraphBuilder) -> StepObserver | None:
         """What looks into steps; its package is read only where the settings ask for it."""
         if not self.settings.observes:
             return None
@@ -176,7 +177,7 @@ class NeuronWorker(WorkerBase):
 
         group = self.groups.tp
         return accuracy_observer(
-            self.settings, self.get_model(), self.vllm_config, rank=group.rank(), size=group.size
+            self.settings, self.get_model(), self.vllm_config, builder, rank=group.rank(), size=group.size
         )
 
     def _pooling_runner(self, executor: GraphExecutor) -> PoolingRunner:

@@ -38,8 +38,8 @@ class Span:
 
 
 class Alignment:
-    """Aligns the requests of several captures: ``requests[i]`` is one request's trace in each, and ``positions[i]`` those
-    of its positions where the tokens of all agree.
+    """Aligns the requests of several captures: ``requests[i]`` is one request's trace in each, and ``positions[i]``
+    those of its positions where the tokens of all agree.
     """
 
     def __init__(self, requests: Sequence[Sequence[Trace]], positions: Sequence[Sequence[int]]) -> None:
@@ -48,7 +48,7 @@ class Alignment:
         self._spans: dict[tuple[Rows, ...], list[Span]] = {}
 
     def spans(self, kinds: tuple[Rows, ...]) -> list[Span]:
-        """All aligned rows, given what each capture's rows count; a request's row is that of its last token in the step."""
+        """All aligned rows, given what each capture's rows count; a request's row is that of its last token in a step."""
         if kinds not in self._spans:
             self._spans[kinds] = list(self._aligned(kinds))
         return self._spans[kinds]
@@ -63,8 +63,8 @@ class Alignment:
                     steps = tuple((place.dp, place.step) for place in places)
                     found[steps].append((*rows, pair, position))
         for steps, items in found.items():
-            *rows, pairs, positions = torch.tensor(items, dtype=torch.int64).unbind(1)
-            yield Span(steps, tuple(rows), pairs, positions)
+            *each, pairs, positions = torch.tensor(items, dtype=torch.int64).unbind(1)
+            yield Span(steps, tuple(each), pairs, positions)
 
 
 def _row(place: Place, kind: Rows) -> int:

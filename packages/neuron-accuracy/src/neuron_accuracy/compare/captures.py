@@ -16,7 +16,7 @@ from neuron_accuracy.compare.alignment import Alignment, Span
 from neuron_accuracy.compare.limits import Limits
 from neuron_accuracy.compare.metrics import coarser
 from neuron_accuracy.compare.origin import judge
-from neuron_accuracy.compare.requests import Pair, pair_requests
+from neuron_accuracy.compare.requests import pair_requests
 from neuron_accuracy.compare.score import Score, score
 from neuron_accuracy.compare.tally import Tally
 from neuron_accuracy.compare.views import View, ViewReader, views_of
@@ -45,10 +45,10 @@ def compare_captures(
 ) -> Outcome:
     """Find the first module, in the order they ran, where the test parts from the reference.
 
-    With a ``baseline`` of higher precision (the reference's model in float32) the reference is in the test's dtype, and
-    the test's errors are held against the reference's by :class:`Gates`; without, differences by :class:`TwoWay` limits.
-    Raises ``CaptureError`` if the captures are not of one model or cannot be read, ``LayoutError`` if what ranks hold does
-    not make one tensor. ``data`` is described in docs/accuracy-captures.md.
+    With a ``baseline`` of higher precision (the reference's model in float32) the reference is in the test's dtype,
+    and the test's errors are held against the reference's by :class:`Gates`; without, differences by :class:`TwoWay`
+    limits. Raises ``CaptureError`` if the captures are not of one model or cannot be read, ``LayoutError`` if what
+    ranks hold does not make one tensor. ``data`` is described in docs/accuracy-captures.md.
     """
     captures = [_opened(item) for item in (test, reference, baseline) if item is not None]
     for side, other in zip(_SIDES[1:], captures[1:], strict=False):
@@ -150,14 +150,13 @@ class _Comparison:
         kinds = tuple(reader.view.layout.rows for reader in row.readers)
         tally: Tally | None = None
         dtypes: tuple[torch.dtype, ...] = ()
-        if Rows.NONE in kinds:
-            pieces = self._unrowed(row, kinds)
-        else:
-            pieces = self._rowed(row, self._alignment.spans(kinds))
-        for tensors, pairs, positions in pieces:
+        unrowed = Rows.NONE in kinds
+        pieces = self._unrowed(row, kinds) if unrowed else self._rowed(row, self._alignment.spans(kinds))
+        for tensors, pairs, positions in _batched(pieces):
             if tally is None:
                 dtypes = tuple(tensor.dtype for tensor in tensors)
                 tally = self._tally(row, tensors)
+            tensors = list(tensors)
             if any(tensor.shape[1] != tally.features for tensor in tensors):
                 tensors = _without_padding(tensors, tally.features)
             if any(tensor.shape[1] != tally.features for tensor in tensors):
@@ -181,7 +180,7 @@ class _Comparison:
             heads = None
         return Tally(features, heads, target if target.is_floating_point else None)
 
-    def _rowed(self, row: _Row, spans: Sequence[Span]) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
+    def _rowed(self, row: _Row, spans: Sequence[Span]) -> Iterator[_Piece]:
         for span in spans:
             steps = [
                 (dp, capture.steps(dp)[index])
@@ -203,7 +202,7 @@ class _Comparison:
                 ]
                 yield tensors, piece.pairs, piece.positions
 
-    def _unrowed(self, row: _Row, kinds: Sequence[Rows]) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
+    def _unrowed(self, row: _Row, kinds: Sequence[Rows]) -> Iterator[_Piece]:
         if set(kinds) != {Rows.NONE}:
             named = ", ".join(f"{side} {kind}" for side, kind in zip(_SIDES, kinds, strict=False))
             self._fault(row.name, "layouts differ", f"its rows are {named}; declare the same")
@@ -238,6 +237,30 @@ class _Comparison:
     def _fault(self, where: str, kind: str, detail: str) -> None:
         if not any(item.where == where and item.kind == kind for item in self.findings):
             self.findings.append(Finding(Level.INPUT, kind, where, detail))
+
+
+_Piece = tuple[list[Tensor], Tensor, Tensor]
+
+
+def _batched(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
+    """Pieces of equal dtypes and widths together, up to a chunk: a decode step is one row per request."""
+    held: list[_Piece] = []
+    for piece in pieces:
+        alike = not held or all(
+            a.dtype == b.dtype and a.shape[1] == b.shape[1] for a, b in zip(held[0][0], piece[0], strict=True)
+        )
+        size = sum(item[0][0].numel() for item in held) + piece[0][0].numel()
+        if held and (not alike or size > CHUNK_ELEMENTS):
+            yield _joined(held)
+            held = []
+        held.append(piece)
+    if held:
+        yield _joined(held)
+
+
+def _joined(pieces: list[_Piece]) -> _Piece:
+    tensors = [torch.cat(parts) for parts in zip(*(piece[0] for piece in pieces), strict=True)]
+    return tensors, torch.cat([piece[1] for piece in pieces]), torch.cat([piece[2] for piece in pieces])
 
 
 def _taken(reader: ViewReader, dp: int, step: Any, index: Tensor, count: int) -> Tensor:
@@ -295,7 +318,3 @@ def _described(capture: Capture) -> str:
     info = capture.run.info
     parallel = "".join(f" {axis}={degree}" for axis, degree in info.parallel.items())
     return f"{info.kind} {info.model} {info.dtype}{parallel}"
-
-
-def _pair_names(pairs: Sequence[Pair]) -> list[str]:
-    return [pair.test.request for pair in pairs]

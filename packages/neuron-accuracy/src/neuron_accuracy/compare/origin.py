@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from neuron_accuracy.compare.growth import judge_growth
 from neuron_accuracy.compare.limits import Limits
 from neuron_accuracy.compare.metrics import ratio
 from neuron_accuracy.compare.requests import Pair
@@ -29,6 +30,8 @@ def judge(
     """Set each tensor's verdict, and say which are to be looked at first: what makes an error, in the order it ran; if
     that cannot be told, what diverges first.
     """
+    if scores and len(scores[0].dtypes) == 2:
+        judge_growth(scores, limits)
     _set_verdicts(scores)
     makes = [item for item in scores if item.verdict == "makes"]
     first = next((item for item in scores if item.reasons), None)
@@ -56,6 +59,7 @@ def judge(
 
 def _set_verdicts(scores: Sequence[Score]) -> None:
     inputs = {item.module: item for item in scores if item.name.endswith(":input.0")}
+    astray = {item.module for item in scores if item.is_input and item.reasons}
     makers: list[str] = []
     diverged = False
     for item in scores:
@@ -69,7 +73,7 @@ def _set_verdicts(scores: Sequence[Score]) -> None:
             item.verdict = "inherits" if diverged else "diverges"
         elif given is None:
             item.verdict = "inherits" if diverged else "diverges"
-        elif given.reasons or any(maker.startswith(f"{item.module}.") for maker in makers):
+        elif item.module in astray or any(maker.startswith(f"{item.module}.") for maker in makers):
             item.verdict = "inherits"
         else:
             item.verdict = "makes"

@@ -22,6 +22,9 @@ FLOOR = 1 / 16
 """The reference's own error counts as at least this many ulps of its size, so that where it rounds nothing a test that
 does is not infinitely worse."""
 
+MIN_ROWS = 8
+"""Rows of one size that a channel's slope must rest on."""
+
 ALONE = 0.9
 """Share of the squared error that makes a part of a tensor the only one that differs."""
 
@@ -183,19 +186,29 @@ def _not_finite(tally: Tally, requests: Sequence[str]) -> str:
 
 
 def _gains(tally: Tally, most: float, most_z: float) -> list[Gain]:
-    sums, rows = tally.channels, tally.rows
-    if rows < 4 or not most or tally.features < 2:
+    """Channels that are a multiple of the reference's, in even positions as in odd ones.
+
+    The slope's error is the one that holds for noise which grows with the value (White 1980), with no channel quieter than
+    half of them are; and a channel whose slope a handful of rows decide says nothing.
+    """
+    if tally.rows < MIN_ROWS or not most or tally.features < 2:
         return []
-    known = sums.reference > 0
-    reference = torch.where(known, sums.reference, 1.0)
-    off = torch.where(known, sums.cross / reference, 0.0)
-    residual = (sums.error - off.square() * reference).clamp_min(0) / (rows - 1)
-    # Few rows may by chance lie on a line: no channel counts as quieter than half of them are.
-    noise = torch.maximum(residual, residual.median())
-    stderr = (noise / reference).sqrt()
+    sums = tally.channels
+    whole = [item.sum(0) for item in (sums.dr, sums.rr, sums.rrrr, sums.ddrr, sums.drrr)]
+    dr, rr, rrrr, ddrr, drrr = whole
+    known = (rr > 0) & (rr.square() > MIN_ROWS * rrrr)
+    if not bool(known.any()):
+        return []
+    base = torch.where(rr > 0, rr, 1.0)
+    off = dr / base
+    spread = (ddrr - 2 * off * drrr + off.square() * rrrr).clamp_min(0)
+    stderr = spread.sqrt() / base
+    stderr = torch.maximum(stderr, stderr[known].median())
     z = torch.where(stderr > 0, off / stderr, torch.where(off == 0, 0.0, math.inf * off.sign()))
-    spread = max(1.0, 1.4826 * float(z.abs().median()))
-    out = (off.abs() > most) & (z.abs() > most_z * spread) & known
+    usual = max(1.0, 1.4826 * float(z[known].abs().median()))
+    halves = sums.dr / torch.where(sums.rr > 0, sums.rr, 1.0)
+    alike = ((halves - off).abs() < off.abs() / 3).all(0)
+    out = known & alike & (off.abs() > most) & (z.abs() > most_z * usual)
     return [
         Gain(channel, 1 + float(off[channel]), float(stderr[channel]), float(z[channel]))
         for channel in out.nonzero().flatten().tolist()
@@ -248,7 +261,7 @@ def _judge_rows(found: Score, allowed: TwoWay, requests: Sequence[str]) -> None:
         f"position {int(positions[worst])} of {requests[int(pairs[worst])]}: its row is {float(far[worst]):.3g} of its "
         f"size off, above {allowed.row:g}"
     )
-    if bool(out.all()):
+    if bool(out.all()) or not float(far[~out].max()) < allowed.row / 4:
         return
     for pair in pairs[out].unique().tolist():
         at = positions[out & (pairs == pair)].sort().values.tolist()
@@ -257,11 +270,10 @@ def _judge_rows(found: Score, allowed: TwoWay, requests: Sequence[str]) -> None:
 
 def _localise(found: Score, requests: Sequence[str]) -> None:
     tally = found.tally
-    _, _, error, _, _ = tally.by_row()
     if found.rows and tally.rows > 1:
         spans = [f"{ranges(item.positions)} of {requests[item.pair]}" for item in found.rows[:4]]
         found.sharper.append("only positions " + "; ".join(spans))
-    channels = _few(tally.channels.error)
+    channels = _few(tally.channels.dd.sum(0))
     if found.gains:
         channels = [gain.channel for gain in found.gains]
     if channels and not any(text.startswith("only head") for text in found.sharper):

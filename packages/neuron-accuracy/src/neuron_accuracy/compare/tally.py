@@ -20,7 +20,7 @@ from neuron_accuracy.compare.metrics import (
     ulp_histogram,
 )
 
-__all__ = ["Extreme", "Tally"]
+__all__ = ["Channels", "Extreme", "Tally"]
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,29 @@ class Extreme:
     reference: float
 
 
-@dataclass
-class _Channels:
-    """float64 ``[features]``: sums over rows of difference times reference, and of either squared."""
+class Channels:
+    """Sums over rows for each channel, float64 ``[2, features]``: over even positions, and over odd ones. d is the
+    difference and r the reference.
+    """
 
-    cross: Tensor
-    error: Tensor
-    reference: Tensor
+    def __init__(self, features: int) -> None:
+        zeros = [torch.zeros(2, features, dtype=torch.float64) for _ in range(6)]
+        self.dr, self.dd, self.rr, self.rrrr, self.ddrr, self.drrr = zeros
+
+    def add(self, d: Tensor, r: Tensor, positions: Tensor) -> None:
+        """Add rows."""
+        for parity in (0, 1):
+            here = positions % 2 == parity
+            dh, rh = (d, r) if bool(here.all()) else (d[here], r[here])
+            if not len(dh):
+                continue
+            cross, square = dh * rh, rh.square()
+            self.dr[parity] += cross.sum(0)
+            self.dd[parity] += dh.square().sum(0)
+            self.rr[parity] += square.sum(0)
+            self.rrrr[parity] += square.square().sum(0)
+            self.ddrr[parity] += cross.square().sum(0)
+            self.drrr[parity] += (cross * square).sum(0)
 
 
 @dataclass
@@ -89,8 +105,7 @@ class Tally:
     """Per piece: pair, position, and squared norms of the error, the reference and the reference's own error."""
 
     def __post_init__(self) -> None:
-        zeros = torch.zeros(self.features, dtype=torch.float64)
-        self.channels = _Channels(zeros, zeros.clone(), zeros.clone())
+        self.channels = Channels(self.features)
         self.histograms = torch.zeros(2, LOG_BINS, dtype=torch.int64)
         self.ulps = torch.zeros(len(ULP_LABELS), dtype=torch.int64)
         self.by_head: _Heads | None = None
@@ -114,9 +129,7 @@ class Tally:
         self.reference_square += float(row_reference.sum())
         self.error_square += float(row_error.sum())
         self._note_largest(error, r, t, pairs, positions)
-        self.channels.cross += (error * r).sum(0)
-        self.channels.error += squares.sum(0)
-        self.channels.reference += r.square().sum(0)
+        self.channels.add(error, r, positions)
         if self.by_head is not None:
             self._add_heads(self.by_head, t, r, squares)
         if self.dtype is not None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page of all outcomes."""
+"""Outcomes as one HTML page that needs no network."""

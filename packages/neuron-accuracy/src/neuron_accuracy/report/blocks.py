@@ -3,7 +3,8 @@
 
 * a mapping with a rectangle of numbers in ``values`` is a heat map; ``rows`` and ``columns`` (``name``, ``labels``),
   ``title`` and ``limit`` are drawn with it;
-* a mapping with ``lines`` (``name``, ``values``) is a line chart over ``x`` (``name``, ``values``), with ``y`` and ``limit``;
+* a mapping with ``lines`` (``name``, ``values``) is a line chart over ``x`` (``name``, ``values``), with ``y`` and
+  ``limit``;
 * a mapping of equally long lists of numbers is a line chart over its first list, and its columns are a table;
 * a list of mappings is a table; what of them does not fit into a cell is drawn below, a group for each;
 * other scalars are facts.
@@ -237,9 +238,7 @@ def _heat_map(title: str, data: Mapping[str, Any]) -> Chart:
     )
     cells = [[_drawn(item) for item in row] for row in values]
     known = ("title", "values", "rows", "columns", "limit")
-    return Chart(
-        title, x, y, xs, table, ys=ys, cells=cells, limit=_limit(data), others=_others(data, known)
-    )
+    return Chart(title, x, y, xs, table, ys=ys, cells=cells, limit=_limit(data), others=_others(data, known))
 
 
 def _lines(title: str, data: Mapping[str, Any]) -> Chart:
@@ -254,7 +253,14 @@ def _lines(title: str, data: Mapping[str, Any]) -> Chart:
     y_name = label(y["name"]) if isinstance(y, Mapping) and set(y) == {"name"} else ""
     known = ("title", "lines", "x", "limit", *(("y",) if y_name or not y else ()))
     return Chart(
-        title, x_name, y_name, x["values"], table, lines=lines, limit=_limit(data), others=_others(data, known)
+        title,
+        x_name,
+        y_name,
+        x["values"],
+        table,
+        lines=lines,
+        limit=_limit(data),
+        others=_others(data, known),
     )
 
 
@@ -272,7 +278,9 @@ def _column_chart(title: str, columns: Mapping[str, list[Any]]) -> Chart:
 
 
 def _drawn(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+        return None
+    return float(value)
 
 
 def _limit(data: Mapping[str, Any]) -> float | None:

@@ -37,7 +37,7 @@ def figure(chart: Chart) -> dict[str, Any]:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 64, "r": 16, "t": 16, "b": 56},
-        font={"family": "inherit", "size": 13},
+        font={"size": 13},
         hoverlabel={"bgcolor": "#1b1f24", "bordercolor": "#1b1f24", "font": {"color": "#ffffff"}},
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
     )
@@ -48,9 +48,13 @@ def figure(chart: Chart) -> dict[str, Any]:
 
 def summary(chart: Chart) -> str:
     """What the chart shows in a sentence, for who does not see it."""
-    numbers = [x for row in (chart.cells or [line.values for line in chart.lines]) for x in row if x is not None]
+    numbers = [
+        x for row in (chart.cells or [line.values for line in chart.lines]) for x in row if x is not None
+    ]
     kind = "Heat map" if chart.cells else "Line chart"
-    over = f"{chart.y} by {chart.x}" if chart.cells else f"{', '.join(x.name for x in chart.lines)} by {chart.x}"
+    over = (
+        f"{chart.y} by {chart.x}" if chart.cells else f"{', '.join(x.name for x in chart.lines)} by {chart.x}"
+    )
     if not numbers:
         return f"{kind}: {chart.title}; {over}; no numbers."
     text = f"{kind}: {chart.title}; {over}; from {min(numbers):.4g} to {max(numbers):.4g}"
@@ -64,7 +68,10 @@ def _heat_map(made: Any, go: Any, chart: Chart) -> None:
     logarithmic = _spans_decades(numbers)
     floor = math.log10(min((x for x in numbers if x > 0), default=1.0)) if logarithmic else 0.0
     drawn = [[_scaled(x, floor) if logarithmic else x for x in row] for row in chart.cells]
-    marks = [["✕" if chart.limit is not None and x is not None and x > chart.limit else "" for x in row] for row in chart.cells]
+    marks = [
+        ["✕" if chart.limit is not None and x is not None and x > chart.limit else "" for x in row]
+        for row in chart.cells
+    ]
     shown = [["" if x is None else f"{x:.4g}" for x in row] for row in chart.cells]
     bar: dict[str, Any] = {"thickness": 12, "outlinewidth": 0}
     if logarithmic:
@@ -87,40 +94,42 @@ def _heat_map(made: Any, go: Any, chart: Chart) -> None:
             hoverongaps=False,
         )
     )
-    made.update_xaxes(title=_plain(chart.x), type="category", tickangle="auto", nticks=24)
+    made.update_xaxes(title=_plain(chart.x), type="category", nticks=24)
     made.update_yaxes(title=_plain(chart.y), type="category", autorange="reversed", nticks=24)
     made.update_layout(height=min(_MAX_PX, max(_MIN_PX, 90 + _ROW_PX * len(chart.ys))))
 
 
 def _lines(made: Any, go: Any, chart: Chart) -> None:
     marked = len(chart.xs) <= _MARKED_POINTS
+    numbers = [x for line in chart.lines for x in line.values if x is not None and math.isfinite(x)]
+    limit = chart.limit
+    logarithmic = _spans_decades(numbers + ([limit] if limit else []))
+    edge = min((x for x in numbers if x > 0), default=1.0) / 3
     for number, line in enumerate(chart.lines):
         made.add_trace(
             go.Scatter(
                 x=[*chart.xs],
-                y=[*line.values],
+                y=[edge if logarithmic and x == 0 else x for x in line.values],
+                customdata=["" if x is None else f"{x:.4g}" for x in line.values],
                 name=_plain(line.name),
                 mode="lines+markers" if marked else "lines",
                 line={"color": _pick(_COLOURS, number), "dash": _pick(_DASHES, number), "width": 2},
                 marker={"symbol": _pick(_MARKERS, number), "size": 7},
-                hovertemplate=f"%{{x}}: %{{y:.4g}}<extra>{_plain(line.name)}</extra>",
+                hovertemplate=f"%{{x}}: %{{customdata}}<extra>{_plain(line.name)}</extra>",
             )
         )
-    numbers = [x for line in chart.lines for x in line.values if x is not None and math.isfinite(x)]
-    if chart.limit is not None:
-        numbers.append(chart.limit)
-        if chart.limit > 0 or not _spans_decades(numbers):
-            made.add_hline(
-                y=chart.limit,
-                line={"dash": "5px 4px", "width": 1.5, "color": "#808080"},
-                annotation={"text": f"limit {chart.limit:.3g}", "xanchor": "right"},
-            )
-    made.update_xaxes(title=_plain(chart.x), zeroline=False, nticks=16)
-    log = _spans_decades(numbers)
-    made.update_yaxes(title=_plain(chart.y), zeroline=False, type="log" if log else "linear", exponentformat="e")
-    if log:
-        made.update_yaxes(dtick=_decades_a_tick(numbers))
-    made.update_layout(height=320, showlegend=True)
+    if limit is not None and (limit > 0 or not logarithmic):
+        made.add_hline(
+            y=limit,
+            line={"dash": "5px 4px", "width": 1.5, "color": "#808080"},
+            annotation={"text": f"limit {limit:.3g}", "xanchor": "right"},
+        )
+    title = _plain(chart.y) + (", 0 at the lower edge" if logarithmic and 0 in numbers else "")
+    made.update_xaxes(title=_plain(chart.x), zeroline=False, nticks=16, automargin=True)
+    made.update_yaxes(title=title, zeroline=False, exponentformat="e", automargin=True)
+    if logarithmic:
+        made.update_yaxes(type="log", dtick=_decades_a_tick(numbers))
+    made.update_layout(height=320, showlegend=len(chart.lines) > 1)
 
 
 def _decades_a_tick(numbers: Sequence[float]) -> int:

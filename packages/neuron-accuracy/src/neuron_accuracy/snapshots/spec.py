@@ -10,7 +10,9 @@ from typing import Any
 
 from neuron_core.errors import ConfigError, unknown_name_hint
 
-__all__ = ["SnapshotSpec"]
+__all__ = ["DEFAULT_MAX_BYTES", "SnapshotSpec"]
+
+DEFAULT_MAX_BYTES = 4 * 2**30
 
 _WORKS: dict[str, tuple[type, str]] = {
     "steps": (int, "[0]"),
@@ -19,6 +21,7 @@ _WORKS: dict[str, tuple[type, str]] = {
     "parts": (str, '["layer.*"]'),
     "ranks": (int, "[0]"),
 }
+_NUMBERS = {"max_snapshots": 4, "max_bytes": DEFAULT_MAX_BYTES}
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class SnapshotSpec:
 
     ``steps`` are numbers counted from 0, ``tokens`` ids that the step computes, ``requests`` patterns of request ids of
     which the step computes a token. ``parts`` are patterns of the parts of a program that are kept of it (each is one
-    graph), ``ranks`` those that write; empty is all. At most ``max_snapshots`` steps are kept: the first ones.
+    graph), ``ranks`` those that write; empty is all. At most ``max_snapshots`` steps are kept: the first ones. A step
+    that would bring a rank's files beyond ``max_bytes`` is an error: weights and caches of its parts are written too.
     """
 
     steps: tuple[int, ...] = ()
@@ -36,6 +40,7 @@ class SnapshotSpec:
     parts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     max_snapshots: int = 4
+    max_bytes: int = DEFAULT_MAX_BYTES
 
     def selects(self, step: int, tokens: tuple[int, ...], requests: tuple[str, ...]) -> tuple[str, ...]:
         """Which rules select a step, such as ``step 3``; none if it is not kept."""
@@ -65,7 +70,7 @@ class SnapshotSpec:
             where = f"{setting}.{name}"
             if name not in known:
                 raise ConfigError(where, value, f"unknown key; {unknown_name_hint(str(name), known)}")
-            values[name] = _number(where, value) if name == "max_snapshots" else _items(where, name, value)
+            values[name] = _number(where, value) if name in _NUMBERS else _items(where, name, value)
         spec = cls(**values)
         if not (spec.steps or spec.tokens or spec.requests):
             raise ConfigError(f"{setting}.steps", [], "nothing selects a step; [0] keeps the first")
@@ -74,7 +79,8 @@ class SnapshotSpec:
 
 def _number(setting: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(setting, value, "must be a whole number of at least 1; 4 works")
+        works = _NUMBERS[setting.rpartition(".")[2]]
+        raise ConfigError(setting, value, f"must be a whole number of at least 1; {works} works")
     return value
 
 

@@ -24,6 +24,8 @@ def limited(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Probabilities float64 ``[V]`` that a token is drawn from, given float logits ``[V]``; temperature above zero."""
     probs = (logits.double() / sampling.temperature).softmax(-1)
     probs = probs.where(probs >= sampling.min_p * probs.max(), 0.0)
+    if sampling.top_k <= 0 and sampling.top_p >= 1.0:
+        return probs / probs.sum()
     order = probs.argsort(descending=True, stable=True)
     ranked = probs[order] / probs.sum()
     if sampling.top_k > 0:

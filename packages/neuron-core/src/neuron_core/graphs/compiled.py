@@ -17,7 +17,10 @@ from neuron_core.graphs.program import Program, TensorSpec
 from neuron_core.graphs.signature import tensors_of
 from neuron_core.protocols import GraphCall
 
-__all__ = ["CompiledGraph", "CompiledProgram"]
+__all__ = ["CompiledGraph", "CompiledProgram", "Watch"]
+
+Watch = Callable[[int, GraphCall, list[torch.Tensor]], Sequence[torch.Tensor]]
+"""``watch(index, call, [*weights, *inputs])``: runs the program's part of that index and returns what it gave."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +85,25 @@ class CompiledProgram:
         Raises ``KeyError`` with the name of a missing input. Shapes are not checked: they come from the
         bucket.
         """
-        slots = self._template.copy()
-        for name, slot in self._free:
-            slots[slot] = values[name]
+        slots = self._filled(values)
         for call, weights, inputs, outputs in self._calls:
             for slot, result in zip(outputs, call([*weights, *inputs(slots)]), strict=False):
                 slots[slot] = result
         return {name: slots[slot] for name, slot in self._outputs}
+
+    def watched(self, values: Mapping[str, torch.Tensor], watch: Watch) -> dict[str, torch.Tensor]:
+        """As a call, with each graph run by ``watch`` instead."""
+        slots = self._filled(values)
+        for index, (call, weights, inputs, outputs) in enumerate(self._calls):
+            for slot, result in zip(outputs, watch(index, call, [*weights, *inputs(slots)]), strict=False):
+                slots[slot] = result
+        return {name: slots[slot] for name, slot in self._outputs}
+
+    def _filled(self, values: Mapping[str, torch.Tensor]) -> list[Any]:
+        slots = self._template.copy()
+        for name, slot in self._free:
+            slots[slot] = values[name]
+        return slots
 
 
 def _getter(slots: list[int]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:

@@ -10,9 +10,12 @@ from vllm.config import VllmConfig
 
 from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_core.errors import ConfigError, unknown_name_hint
+from neuron_core.graphs.build import GraphBuilder
+from neuron_core.graphs.compiled import Watch
 from neuron_core.graphs.taps import TappedProgram, Taps
 from vllm_neuron.accuracy.recorder import Recorder
 from vllm_neuron.accuracy.replacement import Replacement
+from vllm_neuron.accuracy.snapshots import SnapshotTaker
 from vllm_neuron.config import NeuronConfig
 from vllm_neuron.runner.inputs import Batch
 from vllm_neuron.runner.requests import Request, RequestTable
@@ -23,9 +26,16 @@ __all__ = ["AccuracyObserver", "accuracy_observer"]
 class AccuracyObserver:
     """A `StepObserver` of one rank."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder | None, replacement: Replacement | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Recorder | None,
+        replacement: Replacement | None,
+        snapshots: SnapshotTaker | None,
+    ) -> None:
         self.recorder = recorder
         self.replacement = replacement
+        self.snapshots = snapshots
         self.taps = Taps(model, self._wants, self._may_put)
         self._called: set[str] = set()
         self._named = frozenset(name for name, _ in model.named_modules())
@@ -37,6 +47,10 @@ class AccuracyObserver:
         if self.replacement is None:
             return program.nothing_put()
         return self.replacement.puts(program, batch, values, table)
+
+    def watch(self, program: TappedProgram, batch: Batch, values: Mapping[str, Tensor]) -> Watch | None:
+        """See `StepObserver`."""
+        return None if self.snapshots is None else self.snapshots.watch(program.program, batch, values)
 
     def ran(
         self,
@@ -89,14 +103,22 @@ class AccuracyObserver:
 
 
 def accuracy_observer(
-    settings: NeuronConfig, model: nn.Module, config: VllmConfig, *, rank: int, size: int
+    settings: NeuronConfig,
+    model: nn.Module,
+    config: VllmConfig,
+    builder: GraphBuilder,
+    *,
+    rank: int,
+    size: int,
 ) -> AccuracyObserver | None:
     """The observer that the settings ask for, or None; call its ``check`` once the programs are made."""
-    if settings.tensor_capture is None and settings.tensor_replacement is None:
+    if not settings.observes:
         return None
-    recorder = replacement = None
+    recorder = replacement = snapshots = None
     if settings.tensor_capture is not None:
         recorder = Recorder(settings.tensor_capture, model, config, rank=rank, size=size)
     if settings.tensor_replacement is not None:
         replacement = Replacement(settings.tensor_replacement, model, rank=rank, size=size)
-    return AccuracyObserver(model, recorder, replacement)
+    if settings.input_snapshots is not None:
+        snapshots = SnapshotTaker(settings.input_snapshots, builder, rank=rank)
+    return AccuracyObserver(model, recorder, replacement, snapshots)

@@ -12,7 +12,7 @@ from torch import Tensor
 from neuron_core.errors import UncompiledShapeError
 from neuron_core.graphs.buckets import Bucket, BucketPlan, Phase
 from neuron_core.graphs.build import GraphBuilder
-from neuron_core.graphs.compiled import CompiledProgram
+from neuron_core.graphs.compiled import CompiledProgram, Watch
 from neuron_core.graphs.model_programs import HIDDEN_STATES, ModelPrograms
 from neuron_core.graphs.program import Program, TensorSpec
 from neuron_core.graphs.taps import TappedProgram, Taps
@@ -112,12 +112,17 @@ class GraphExecutor:
             progress(done, len(wanted), bucket, variant)
         self.builder.close()
 
-    def run(self, bucket: Bucket, variant: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Outputs of one graph by name; a shape outside the plan is an error, never a compile."""
+    def run(
+        self, bucket: Bucket, variant: str, values: Mapping[str, Tensor], watch: Watch | None = None
+    ) -> dict[str, Tensor]:
+        """Outputs of one graph by name; a shape outside the plan is an error, never a compile.
+
+        With ``watch`` that runs the program's parts.
+        """
         program = self._programs.get((bucket, variant))
         if program is None:
             raise UncompiledShapeError(f"no graph was compiled for {bucket} ({variant})")
-        return program(values)
+        return program(values) if watch is None else program.watched(values, watch)
 
     def everything(self, num_seqs: int) -> Tensor:
         """The mask of ``num_seqs`` rows that bans nothing; the same tensor each time, which nobody may change."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from neuron_core.graphs.compiled import Watch
 from neuron_core.graphs.taps import TappedProgram, Taps
 from vllm_neuron.runner.inputs import Batch
 from vllm_neuron.runner.requests import Request, RequestTable
@@ -25,6 +26,10 @@ class StepObserver(Protocol):
         self, program: TappedProgram, batch: Batch, values: Mapping[str, Tensor], table: RequestTable
     ) -> Mapping[str, Tensor]:
         """Every input that the puts of ``program`` add, for a step with these inputs."""
+        ...
+
+    def watch(self, program: TappedProgram, batch: Batch, values: Mapping[str, Tensor]) -> Watch | None:
+        """What runs each graph of a step with these inputs; None leaves it to the executor. Called once a step."""
         ...
 
     def ran(

@@ -148,7 +148,8 @@ class Step:
         program = self.executor.tapped(self.batch.bucket, self.variant)
         assert program is not None, "an executor of an observed runner taps every step"
         puts = observer.puts(program, self.batch, values, table)
-        outputs = self.executor.run(self.batch.bucket, self.variant, {**values, **puts})
+        watch = observer.watch(program, self.batch, values)
+        outputs = self.executor.run(self.batch.bucket, self.variant, {**values, **puts}, watch)
         observer.ran(program, self.batch, values, outputs)
         return outputs
 

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Draws charts when they come into view, switches between light and dark, and opens what is folded for printing.
+(() => {
+  "use strict";
+  const settings = { displayModeBar: false, responsive: true };
+  const charts = [...document.querySelectorAll(".chart")];
+
+  const draw = (chart) => {
+    if (chart.dataset.drawn) return;
+    chart.dataset.drawn = "yes";
+    const { data, layout } = JSON.parse(document.getElementById(chart.dataset.figure).textContent);
+    Plotly.newPlot(chart, data, layout, settings);
+  };
+  const near = new IntersectionObserver((entries) => {
+    for (const entry of entries) if (entry.isIntersecting) { near.unobserve(entry.target); draw(entry.target); }
+  }, { rootMargin: "300px" });
+  charts.forEach((chart) => near.observe(chart));
+
+  const button = document.getElementById("theme");
+  const root = document.documentElement;
+  const dark = () => (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const say = () => {
+    button.textContent = dark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
+  };
+  button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; say(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", say);
+  button.hidden = false;
+  say();
+
+  let folded = [];
+  addEventListener("beforeprint", () => {
+    folded = [...document.querySelectorAll("details:not([open])")];
+    folded.forEach((details) => { details.open = true; });
+    charts.forEach(draw);
+  });
+  addEventListener("afterprint", () => folded.forEach((details) => { details.open = false; }));
+})();
