@@ -278,11 +278,21 @@ class NeuronWorker(WorkerBase):
 
     def replace_modules(self, modules: list[str]) -> None:
         """Take these modules' outputs from the capture that ``tensor_replacement`` names; raises ``ConfigError``."""
+        replacement = self._replacement()
+        self._on_stream(lambda: replacement.choose(modules))
+
+    def replaceable_modules(self) -> list[str]:
+        """Modules that ``replace_modules`` takes, in the order they run."""
+        candidates: list[str] = self._replacement().candidates
+        return candidates
+
+    def _replacement(self) -> Any:
         replacement = getattr(self.observer, "replacement", None)
         if replacement is None:
-            hint = "needs an engine with neuron_config.tensor_replacement"
-            raise ConfigError("replace_modules", modules, hint)
-        self._on_stream(lambda: replacement.choose(modules))
+            raise ConfigError(
+                "neuron_config.tensor_replacement", None, "is not set; name a capture's folder and modules"
+            )
+        return replacement
 
     def synchronize_device(self) -> None:
         """Wait for the device and for everything submitted to it."""

@@ -48,7 +48,7 @@ class Alignment:
         self._spans: dict[tuple[Rows, ...], list[Span]] = {}
 
     def spans(self, kinds: tuple[Rows, ...]) -> list[Span]:
-        """All aligned rows, given what each capture's rows count; a request's row is that of its last token in a step."""
+        """All aligned rows, given what each capture's rows count; a request's is that of its last token in a step."""
         if kinds not in self._spans:
             self._spans[kinds] = list(self._aligned(kinds))
         return self._spans[kinds]

@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 
+from neuron_accuracy.capture.hooks import ROOT
 from neuron_accuracy.compare.limits import Limits
 from neuron_accuracy.compare.metrics import coarser
 from neuron_accuracy.compare.score import Score
@@ -22,8 +23,8 @@ MIN_KIND = 4
 
 def judge_growth(scores: Sequence[Score], limits: Limits) -> None:
     """Add a reason to each output whose error its input does not explain: more than a few times the input's, or than is
-    usual for the same module in other layers. Only modules that compute one layer are judged: a model of many gathers the
-    errors of all.
+    usual for the same module in other layers. Only modules that compute one layer are judged: a model of many gathers
+    the errors of all.
     """
     inputs = {item.module: item for item in scores if item.name.endswith(":input.0")}
     modules = list(dict.fromkeys(item.module for item in scores))
@@ -52,8 +53,8 @@ def _judge_kind(members: Sequence[tuple[Score, float]], limits: Limits) -> None:
         return
     usual = median(growth for _, growth in members)
     for item, growth in members:
-        made = limits.of(coarser(item.dtypes[0], item.dtypes[1])).made
-        if growth > limits.growth * usual and item.tally.rel_l2 > made / 2 and not item.reasons:
+        least = torch.finfo(coarser(item.dtypes[0], item.dtypes[1])).eps / 2
+        if growth > limits.growth * usual and item.tally.rel_l2 > least and not item.reasons:
             item.reasons.append(
                 f"its error is {growth:.2g} times its input's, {growth / usual:.2g} times what is usual for the "
                 f"{len(members)} modules of its kind"
@@ -67,7 +68,7 @@ def _parents(modules: Sequence[str]) -> set[str]:
 def _stacks(modules: Sequence[str]) -> set[str]:
     """Modules that hold two of one kind, so several layers."""
     held: dict[str, set[str]] = defaultdict(set)
-    stacks: set[str] = {"(root)"}
+    stacks: set[str] = {ROOT}
     for name in modules:
         kind = re.sub(r"\d+", "*", name)
         for at in (at for at, letter in enumerate(name) if letter == "."):

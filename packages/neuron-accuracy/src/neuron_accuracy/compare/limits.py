@@ -75,8 +75,8 @@ class Limits:
     limit for captures, instead of the 1.0 for a single module.
     """
     growth: float = 3.0
-    """How many times its input's error a module may add to :attr:`TwoWay.made`; and how many times more than is usual for
-    the modules of its kind in other layers its error may grow.
+    """How many times its input's error a module may add to :attr:`TwoWay.made`; and how many times more than is usual
+    for the modules of its kind in other layers its error may grow.
     """
     gain_z: float = 8.0
     """How many of its standard errors the slope of a channel must be from 1, and how many times further out than those

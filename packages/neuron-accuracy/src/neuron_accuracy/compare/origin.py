@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from neuron_accuracy.capture.hooks import ROOT
 from neuron_accuracy.compare.growth import judge_growth
 from neuron_accuracy.compare.limits import Limits
 from neuron_accuracy.compare.metrics import ratio
@@ -32,7 +33,7 @@ def judge(
     """
     if scores and len(scores[0].dtypes) == 2:
         judge_growth(scores, limits)
-    _set_verdicts(scores)
+    _set_verdicts(scores, limits)
     makes = [item for item in scores if item.verdict == "makes"]
     first = next((item for item in scores if item.reasons), None)
     leading = makes or ([first] if first is not None else [])
@@ -57,7 +58,7 @@ def judge(
     return findings, data
 
 
-def _set_verdicts(scores: Sequence[Score]) -> None:
+def _set_verdicts(scores: Sequence[Score], limits: Limits) -> None:
     inputs = {item.module: item for item in scores if item.name.endswith(":input.0")}
     astray = {item.module for item in scores if item.is_input and item.reasons}
     makers: list[str] = []
@@ -68,17 +69,31 @@ def _set_verdicts(scores: Sequence[Score]) -> None:
             item.input_rel_l2 = given.tally.rel_l2
         if not item.reasons:
             continue
-        if item.is_input:
+        if item.is_input or given is None or item.module in astray:
             # A module's input is written when it ends, after what its children made of it.
             item.verdict = "inherits" if diverged else "diverges"
-        elif given is None:
+        elif _inside(item.module, makers) or _explained(item, given, limits, bool(makers)):
             item.verdict = "inherits" if diverged else "diverges"
-        elif item.module in astray or any(maker.startswith(f"{item.module}.") for maker in makers):
-            item.verdict = "inherits"
         else:
             item.verdict = "makes"
             makers.append(item.module)
         diverged = True
+
+
+def _inside(module: str, makers: Sequence[str]) -> bool:
+    """Whether a maker is this module or a part of it."""
+    if module == ROOT:
+        return bool(makers)
+    return any(maker == module or maker.startswith(f"{module}.") for maker in makers)
+
+
+def _explained(item: Score, given: Score, limits: Limits, after: bool) -> bool:
+    """Whether the error of the input explains the output's; after a first maker, whatever is not plainly clean does."""
+    if item.tally.not_finite:
+        return False
+    if after:
+        return given.tally.rel_l2 > item.allowed.made
+    return not item.local and item.tally.rel_l2 <= item.allowed.made + limits.growth * given.tally.rel_l2
 
 
 def _finding(item: Score, scores: Sequence[Score]) -> Finding:
@@ -115,6 +130,8 @@ def _context(item: Score, scores: Sequence[Score]) -> str:
     known = next((other for other in scores if other.name == f"{item.module}:input.0"), None)
     if known is None:
         return "its input was not captured, so it may inherit this" + last
+    if not known.reasons:
+        return f"its input is nearly as far off (rel_l2 {known.tally.rel_l2:.3g}): errors pile up" + last
     return f"its input diverges already (rel_l2 {known.tally.rel_l2:.3g}), by what was not captured" + last
 
 

@@ -67,6 +67,7 @@ class Score:
 
     name: str
     tally: Tally
+    allowed: TwoWay
     dtypes: tuple[torch.dtype, ...]
     """Of the test, the reference and the baseline."""
     sources: tuple[str, ...]
@@ -86,6 +87,11 @@ class Score:
     def module(self) -> str:
         """Its module, as other runs call it."""
         return self.name.partition(":")[0]
+
+    @property
+    def local(self) -> bool:
+        """Whether it fails in a part of the tensor only."""
+        return bool(self.gains or self.rows or self.sharper)
 
     @property
     def is_input(self) -> bool:
@@ -122,14 +128,15 @@ def score(
 ) -> Score:
     """Judge one tensor by itself; ``requests`` are the names of the pairs."""
     allowed = limits.of(coarsest)
-    found = Score(name, tally, dtypes, sources, _figures(tally, len(dtypes) == 3, coarsest))
+    found = Score(name, tally, allowed, dtypes, sources, _figures(tally, len(dtypes) == 3, coarsest))
     if tally.not_finite:
         found.reasons.append(_not_finite(tally, requests))
     if len(dtypes) == 3:
         _gate(found, limits)
     else:
         _limit(found, allowed)
-    found.gains = _gains(tally, allowed.gain, limits.gain_z)
+    if not found.is_input:
+        found.gains = _gains(tally, allowed.gain, limits.gain_z)
     if found.gains:
         found.reasons.append(_gain_reason(found.gains))
     _judge_heads(found, allowed)
@@ -186,17 +193,18 @@ def _not_finite(tally: Tally, requests: Sequence[str]) -> str:
 
 
 def _gains(tally: Tally, most: float, most_z: float) -> list[Gain]:
-    """Channels that are a multiple of the reference's, in even positions as in odd ones.
+    """Channels that are a multiple of the reference's, in each half of positions and of requests.
 
-    The slope's error is the one that holds for noise which grows with the value (White 1980), with no channel quieter than
-    half of them are; and a channel whose slope a handful of rows decide says nothing.
+    The slope's error is the one that holds for noise which grows with the value (White 1980), with no channel quieter
+    than half of them are. A channel whose slope a handful of rows decide says nothing, nor one that is nearly the same in
+    all rows: there one error that all rows inherit, as of a token that all attend to, looks like a slope.
     """
-    if tally.rows < MIN_ROWS or not most or tally.features < 2:
+    sums, rows = tally.channels, tally.rows
+    if rows < MIN_ROWS or not most or tally.features < 2:
         return []
-    sums = tally.channels
-    whole = [item.sum(0) for item in (sums.dr, sums.rr, sums.rrrr, sums.ddrr, sums.drrr)]
-    dr, rr, rrrr, ddrr, drrr = whole
-    known = (rr > 0) & (rr.square() > MIN_ROWS * rrrr)
+    whole = [item.sum(0) for item in (sums.dr, sums.r, sums.rr, sums.rrrr, sums.ddrr, sums.drrr)]
+    dr, r, rr, rrrr, ddrr, drrr = whole
+    known = (rr > 0) & (rr.square() > MIN_ROWS * rrrr) & (r.square() < 0.5 * rows * rr)
     if not bool(known.any()):
         return []
     base = torch.where(rr > 0, rr, 1.0)
@@ -206,8 +214,8 @@ def _gains(tally: Tally, most: float, most_z: float) -> list[Gain]:
     stderr = torch.maximum(stderr, stderr[known].median())
     z = torch.where(stderr > 0, off / stderr, torch.where(off == 0, 0.0, math.inf * off.sign()))
     usual = max(1.0, 1.4826 * float(z[known].abs().median()))
-    halves = sums.dr / torch.where(sums.rr > 0, sums.rr, 1.0)
-    alike = ((halves - off).abs() < off.abs() / 3).all(0)
+    parts = torch.where(sums.rr > 0, sums.dr / torch.where(sums.rr > 0, sums.rr, 1.0), off)
+    alike = ((parts - off).abs() < off.abs() / 2).all(0)
     out = known & alike & (off.abs() > most) & (z.abs() > most_z * usual)
     return [
         Gain(channel, 1 + float(off[channel]), float(stderr[channel]), float(z[channel]))

@@ -35,28 +35,28 @@ class Extreme:
 
 
 class Channels:
-    """Sums over rows for each channel, float64 ``[2, features]``: over even positions, and over odd ones. d is the
-    difference and r the reference.
+    """Sums over rows for each channel, float64 ``[4, features]``: apart for even and odd positions of every other request.
+    d is the difference and r the reference.
     """
 
-    def __init__(self, features: int) -> None:
-        zeros = [torch.zeros(2, features, dtype=torch.float64) for _ in range(6)]
-        self.dr, self.dd, self.rr, self.rrrr, self.ddrr, self.drrr = zeros
+    GROUPS = 4
 
-    def add(self, d: Tensor, r: Tensor, positions: Tensor) -> None:
-        """Add rows."""
-        for parity in (0, 1):
-            here = positions % 2 == parity
-            dh, rh = (d, r) if bool(here.all()) else (d[here], r[here])
-            if not len(dh):
-                continue
-            cross, square = dh * rh, rh.square()
-            self.dr[parity] += cross.sum(0)
-            self.dd[parity] += dh.square().sum(0)
-            self.rr[parity] += square.sum(0)
-            self.rrrr[parity] += square.square().sum(0)
-            self.ddrr[parity] += cross.square().sum(0)
-            self.drrr[parity] += (cross * square).sum(0)
+    def __init__(self, features: int) -> None:
+        zeros = [torch.zeros(self.GROUPS, features, dtype=torch.float64) for _ in range(7)]
+        self.dr, self.dd, self.r, self.rr, self.rrrr, self.ddrr, self.drrr = zeros
+
+    def add(self, d: Tensor, r: Tensor, pairs: Tensor, positions: Tensor) -> None:
+        """Add rows ``[rows, features]``."""
+        groups = torch.arange(self.GROUPS).unsqueeze(1)
+        of = (groups == positions % 2 + 2 * (pairs % 2)).double()
+        cross, square = d * r, r.square()
+        self.dr += of @ cross
+        self.dd += of @ d.square()
+        self.r += of @ r
+        self.rr += of @ square
+        self.rrrr += of @ square.square()
+        self.ddrr += of @ cross.square()
+        self.drrr += of @ (cross * square)
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Tally:
         self.reference_square += float(row_reference.sum())
         self.error_square += float(row_error.sum())
         self._note_largest(error, r, t, pairs, positions)
-        self.channels.add(error, r, positions)
+        self.channels.add(error, r, pairs, positions)
         if self.by_head is not None:
             self._add_heads(self.by_head, t, r, squares)
         if self.dtype is not None:

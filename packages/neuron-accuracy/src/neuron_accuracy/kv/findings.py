@@ -125,7 +125,7 @@ def _following(judges: Sequence[Judge]) -> list[Finding]:
     layers = sorted({layer for judge in judges for layer in judge.following})
     if not layers:
         return []
-    first = min(judge.first_layer for judge in judges if judge.following and judge.first_layer is not None)
+    first = min(judge.first_cause for judge in judges if judge.following and judge.first_cause is not None)
     detail = f"do not agree either; they compute with what layer {first} left them, so look there first"
     where = f"layer{'s' * (len(layers) > 1)} {ranges(layers)}"
     return [Finding(Level.KV, "follows", where, detail, Severity.NOTE)]

@@ -16,8 +16,8 @@ __all__ = ["Judge", "Overwritten"]
 
 _UNRELATED = 0.2
 """Mean relative error from which a block's content is another's; keys of other tokens may be fairly alike."""
-_STANDS_OUT = 3.0
-"""How many times larger an overwritten block's error is than that of positions that merely attended to it."""
+_STILL = 0.1
+"""The same in further layers, once a block is known to be overwritten."""
 
 
 @dataclass
@@ -41,6 +41,11 @@ class Judge:
     overwritten: list[Overwritten] = field(default_factory=list)
     following: list[int] = field(default_factory=list)
     """Layers that do not agree and come after a cause that explains it."""
+
+    @property
+    def first_cause(self) -> int | None:
+        """The first layer in which something is wrong that later ones compute with."""
+        return min((cause.layer for cause in self.causes), default=None)
 
     @property
     def first_layer(self) -> int | None:
@@ -68,7 +73,7 @@ class Judge:
     def _without_overwritten(self, layer: int, sights: Mapping[str, Sight]) -> dict[str, Sight]:
         """The parts without overwritten blocks, and without what came after these and attended to them."""
         for known in self.overwritten:
-            if any(_stands_out(sight, known.positions) for sight in sights.values()):
+            if any(_still(sight, known.positions) for sight in sights.values()):
                 known.layers.append(layer)
         begin = min((known.positions[0] for known in self.overwritten), default=None)
         if begin is not None:
@@ -121,13 +126,9 @@ def _before(sights: Mapping[str, Sight], begin: int) -> dict[str, Sight]:
     return {part: sight.at(kept[part]) for part, sight in sights.items() if kept[part].any()}
 
 
-def _stands_out(sight: Sight, positions: tuple[int, ...]) -> bool:
+def _still(sight: Sight, positions: tuple[int, ...]) -> bool:
     inside = torch.isin(sight.positions, torch.tensor(positions))
-    if not inside.any() or not sight.bad[:, inside].any():
-        return False
-    errors = sight.figures.by_position
-    rest = float(errors[:, ~inside].mean()) if (~inside).any() else 0.0
-    return float(errors[:, inside].mean()) > max(_STANDS_OUT * rest, float(sight.head_limit.max()))
+    return bool(inside.any()) and float(sight.figures.by_position[:, inside].mean()) >= _STILL
 
 
 def _diverges(sight: Sight, heads: list[int]) -> Cause:

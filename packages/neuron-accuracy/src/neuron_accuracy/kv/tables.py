@@ -96,7 +96,7 @@ class Tables:
         self.counts[part].scatter_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
 
     def data(self, limits: Limits) -> dict[str, Any]:
-        """``heat_maps`` of layer by head for each metric, and ``series`` by layer and by position."""
+        """``series`` by layer and by position, and ``heat_maps`` of layer by head for each metric."""
         metrics = {part: self._metrics(part) for part in PARTS}
         heads = [*range(self.num_heads)]
         maps = [
@@ -107,7 +107,7 @@ class Tables:
         for item in maps:
             if item["title"].startswith(_TITLES["relative_l2"]):
                 item["limit"] = limits.head
-        return {"heat_maps": maps, "series": [self._by_layer(metrics, limits), self._by_position()]}
+        return {"series": [self._by_layer(metrics, limits), self._by_position()], "heat_maps": maps}
 
     def _metrics(self, part: Part) -> dict[str, torch.Tensor]:
         found = {

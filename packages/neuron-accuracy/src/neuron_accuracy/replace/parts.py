@@ -38,4 +38,5 @@ def part_of(whole: Tensor, layout: TensorLayout, rank: int, ranks: int) -> Tenso
         raise LayoutError(
             f"dimension {layout.dim} of {list(whole.shape)} does not divide among {ranks} ranks"
         )
-    return whole.split(extent // ranks, dim=layout.dim)[rank]
+    equal: tuple[Tensor, ...] = whole.split(extent // ranks, dim=layout.dim)
+    return equal[rank]

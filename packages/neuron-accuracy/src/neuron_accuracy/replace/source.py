@@ -17,7 +17,7 @@ from neuron_accuracy.compare.whole import assemble, slice_bounds
 from neuron_accuracy.errors import CaptureError
 from neuron_accuracy.layout import Rows, TensorLayout
 
-__all__ = ["ReferenceRows"]
+__all__ = ["ReferenceRows", "whole_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,9 @@ class ReferenceRows:
         self._sources = self._read_sources()
         self._whole = lru_cache(maxsize=64)(self._read_whole)
 
-    def knows(self, module: str, tensor: str, slices: Sequence[str] = ()) -> bool:
-        """Whether it has a tensor, or every named slice of it, by the names that ``names`` of a run give them."""
-        return f"{module}:{tensor}" in self._sources
+    def knows(self, name: str) -> bool:
+        """Whether it has a tensor of this name, ``module:tensor``."""
+        return name in self._sources
 
     def rows(self, name: str, tokens: Sequence[int], positions: Sequence[int]) -> list[Tensor | None]:
         """One row ``[features]`` per position of a tensor ``module:tensor``; None where no request of the capture has
@@ -105,7 +105,8 @@ class ReferenceRows:
 
     def _read_sources(self) -> dict[str, tuple[str, str, str]]:
         """By compared name: module, tensor and slice (empty for all) of the capture."""
-        run, sources = self.capture.run, {}
+        run = self.capture.run
+        sources: dict[str, tuple[str, str, str]] = {}
         for step in self.capture.steps():
             for module in self.capture.modules_of(step):
                 for tensor in self.capture.tensors(module, step, self.capture.ranks(module, step)[0]):

@@ -2,7 +2,7 @@
 """What any JSON data is drawn as: facts, tables, charts, and groups of these. Nothing is left out.
 
 * a mapping with a rectangle of numbers in ``values`` is a heat map; ``rows`` and ``columns`` (``name``, ``labels``),
-  ``title`` and ``limit`` are drawn with it;
+  ``title`` and ``limit`` are drawn with it, and ``scale: linear`` keeps it off a logarithmic one;
 * a mapping with ``lines`` (``name``, ``values``) is a line chart over ``x`` (``name``, ``values``), with ``y`` and
   ``limit``;
 * a mapping of equally long lists of numbers is a line chart over its first list, and its columns are a table;
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from neuron_accuracy.report.numbers import Cell, cell, is_number, label
+from neuron_accuracy.report.numbers import Cell, cell, is_number, label, titled
 
 __all__ = ["Block", "Chart", "Facts", "Group", "Table", "blocks_of"]
 
@@ -44,6 +44,14 @@ class Table:
     headed: bool = True
     kind: str = "table"
 
+    @property
+    def numeric(self) -> list[bool]:
+        """Per column, whether it holds numbers, which stand at its right."""
+        return [
+            any(row[place].number for row in self.rows if place < len(row))
+            for place in range(len(self.columns))
+        ]
+
 
 @dataclass(frozen=True)
 class Line:
@@ -66,6 +74,8 @@ class Chart:
     ys: Sequence[Any] = ()
     cells: Sequence[Sequence[float | None]] = ()
     limit: float | None = None
+    linear: bool = False
+    """Never on a logarithmic scale."""
     others: Sequence[tuple[str, Cell]] = ()
     """Whatever else the data says of it."""
     kind: str = "chart"
@@ -108,7 +118,7 @@ def _mapping(title: str, data: Mapping[str, Any]) -> list[Block]:
         inside.append(Facts("", facts))
     for key, value in data.items():
         if key != "title" and not _fits(value):
-            inside += blocks_of(label(key), value)
+            inside += blocks_of(titled(key), value)
     if "title" not in data and len(inside) == 1 and isinstance(inside[0], Facts):
         return [Facts(title, facts)]
     return [Group(title, inside)] if title else inside
@@ -121,10 +131,10 @@ def _list(title: str, data: list[Any]) -> list[Block]:
         return _records(title, data)
     if _is_rectangle(data):
         return [_heat_map(title, {"values": data})]
-    if all(map(is_number, data)):
+    if all(map(is_number, data)) and not _are_ids(title, data):
         return [_column_chart(title, {"number": [*range(len(data))], title or "value": data})]
     if all(map(_is_scalar, data)):
-        return [Table(title, ["number", title], [[cell(i), cell(item)] for i, item in enumerate(data)])]
+        return [Facts("", [(title, cell(data))])]
     inside: list[Block] = []
     for number, item in enumerate(data):
         inside += blocks_of(f"{title} {number}", item)
@@ -141,11 +151,11 @@ def _records(title: str, data: list[Mapping[str, Any]]) -> list[Block]:
     blocks: list[Block] = []
     if flat and (not rest or flat != ["title"]):
         rows = [[cell(item[key]) if key in item else Cell("") for key in flat] for item in data]
-        blocks.append(Table(title, [label(key) for key in flat], rows))
+        blocks.append(Table("" if rest else title, [label(key) for key in flat], rows))
     if not rest:
         return blocks
     for number, item in enumerate(data):
-        inside = [b for key in rest if key in item for b in blocks_of(label(key), item[key])]
+        inside = [b for key in rest if key in item for b in blocks_of(titled(key), item[key])]
         if inside:
             blocks.append(Group(_name_of(item, title, number), inside))
     return [Group(title, blocks)] if title else blocks
@@ -160,6 +170,13 @@ def _name_of(item: Mapping[str, Any], title: str, number: int) -> str:
 
 def _is_scalar(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
+
+
+def _are_ids(title: str, data: list[Any]) -> bool:
+    """Whether integers are names rather than sizes."""
+    return bool({"ids", "tokens", "ranks"} & set(title.lower().split())) and not any(
+        isinstance(x, float) for x in data
+    )
 
 
 def _fits(value: Any) -> bool:
@@ -237,7 +254,8 @@ def _heat_map(title: str, data: Mapping[str, Any]) -> Chart:
         [[cell(name), *map(cell, row)] for name, row in zip(ys, values, strict=True)],
     )
     cells = [[_drawn(item) for item in row] for row in values]
-    known = ("title", "values", "rows", "columns", "limit")
+    linear = data.get("scale") == "linear"
+    known = ("title", "values", "rows", "columns", "limit", *(("scale",) if linear else ()))
     return Chart(title, x, y, xs, table, ys=ys, cells=cells, limit=_limit(data), others=_others(data, known))
 
 

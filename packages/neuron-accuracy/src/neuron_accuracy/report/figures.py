@@ -105,7 +105,8 @@ def _lines(made: Any, go: Any, chart: Chart) -> None:
     limit = chart.limit
     logarithmic = _spans_decades(numbers + ([limit] if limit else []))
     edge = min((x for x in numbers if x > 0), default=1.0) / 3
-    for number, line in enumerate(chart.lines):
+    drawn = [line for line in chart.lines if any(x is not None for x in line.values)]
+    for number, line in enumerate(drawn):
         made.add_trace(
             go.Scatter(
                 x=[*chart.xs],
@@ -124,12 +125,12 @@ def _lines(made: Any, go: Any, chart: Chart) -> None:
             line={"dash": "5px 4px", "width": 1.5, "color": "#808080"},
             annotation={"text": f"limit {limit:.3g}", "xanchor": "right"},
         )
-    title = _plain(chart.y) + (", 0 at the lower edge" if logarithmic and 0 in numbers else "")
+    title = ", ".join([chart.y] * bool(chart.y) + ["0 is the lower edge"] * (logarithmic and 0 in numbers))
     made.update_xaxes(title=_plain(chart.x), zeroline=False, nticks=16, automargin=True)
-    made.update_yaxes(title=title, zeroline=False, exponentformat="e", automargin=True)
+    made.update_yaxes(title=_plain(title), zeroline=False, exponentformat="e", automargin=True)
     if logarithmic:
         made.update_yaxes(type="log", dtick=_decades_a_tick(numbers))
-    made.update_layout(height=320, showlegend=len(chart.lines) > 1)
+    made.update_layout(height=320, showlegend=len(drawn) > 1)
 
 
 def _decades_a_tick(numbers: Sequence[float]) -> int:

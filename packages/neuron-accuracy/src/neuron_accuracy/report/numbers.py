@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Cell", "cell", "is_number", "label"]
+__all__ = ["Cell", "cell", "is_number", "label", "titled"]
 
 _DIGITS = 4
 _UNITS = {"_bytes": "bytes", "_ms": "ms", "_s": "s", "_percent": "%"}
@@ -41,6 +41,12 @@ def label(name: object) -> str:
     return f"{shown} ({_UNITS[unit]})" if unit else shown
 
 
+def titled(name: object) -> str:
+    """The same as a heading: keys begin with a capital, names of modules and files stay as they are."""
+    text = label(name)
+    return text[:1].upper() + text[1:] if str(name).isidentifier() else text
+
+
 def cell(value: Any) -> Cell:
     """A scalar, or a list of scalars, in a table: four significant digits, and the exact value beside them."""
     if value is None:
@@ -71,4 +77,4 @@ def _rounded(value: float) -> str:
     if size >= 10**_DIGITS and size < 1e7:
         return f"{value:.0f}"
     mantissa, exponent = f"{value:.{_DIGITS - 1}e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
+    return f"{float(mantissa):g}e{int(exponent)}"

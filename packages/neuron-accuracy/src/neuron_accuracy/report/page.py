@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Finding, Level, Outcome
 from neuron_accuracy.report.blocks import Block, blocks_of
-from neuron_accuracy.report.numbers import Cell, cell, label
+from neuron_accuracy.report.numbers import Cell, cell, label, titled
 
 __all__ = ["Page", "Section", "Step", "page_of"]
 
@@ -116,7 +116,7 @@ _TOOLS_OF = {
 
 def _section(outcome: Outcome, anchor: str) -> Section:
     findings = [_said(finding, finding in outcome.faults, anchor) for finding in outcome.findings]
-    blocks = [block for name, value in outcome.data.items() for block in blocks_of(label(name), value)]
+    blocks = [block for name, value in outcome.data.items() for block in blocks_of(titled(name), value)]
     return Section(
         anchor,
         outcome.tool,

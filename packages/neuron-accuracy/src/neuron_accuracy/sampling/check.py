@@ -56,8 +56,13 @@ def check_sampling(
     greedy = run.generate(Sampling())
     findings = _not_likeliest(greedy)
     limits: list[dict[str, Any]] = []
-    for name, value in (("top_p", top_p), ("top_k", top_k), ("min_p", min_p)):
-        row = run.limit(name, Sampling(temperature=1.0, **{name: value}))
+    cases = (
+        ("top_p", top_p, Sampling(temperature=1.0, top_p=top_p)),
+        ("top_k", top_k, Sampling(temperature=1.0, top_k=top_k)),
+        ("min_p", min_p, Sampling(temperature=1.0, min_p=min_p)),
+    )
+    for name, value, case in cases:
+        row = run.limit(name, case)
         limits.append({"value": value, **row})
         findings += _outside(row, value)
     counted, found = check_frequencies(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of whole answers."""
+"""Task evaluation by lm-eval, against thresholds and against a reference. Needs the extra ``tasks``."""

@@ -36,7 +36,7 @@ class Replacement:
         self._names = names(model)
         self._rank, self._size = rank, size
         self._chosen: frozenset[str] = frozenset()
-        self._known: set[str] = set()
+        self._known: dict[str, None] = {}
 
     def may_put(self, module: str, tensor: str) -> bool:
         """Whether a module's output may be replaced: it is named, and the capture has it."""
@@ -44,10 +44,15 @@ class Replacement:
             return False
         name = f"{module}:{tensor}"
         needed = self._slices(name).values() or (self._names.get(name, name),)
-        if not all(self.source.knows(*item.rsplit(":", 1)) for item in needed):
+        if not all(self.source.knows(item) for item in needed):
             return False
-        self._known.add(module)
+        self._known[module] = None
         return True
+
+    @property
+    def candidates(self) -> list[str]:
+        """Modules that can be replaced, in the order they run."""
+        return list(self._known)
 
     def choose(self, modules: Sequence[str]) -> None:
         """Replace these modules' outputs, and no others, from the next step on; raises ``ConfigError`` for others."""

@@ -68,7 +68,8 @@ class SnapshotTaker:
             raise CaptureError(
                 f"the snapshot of part {part.name!r} in step {step} would bring rank {self._rank} to "
                 f"{self._bytes + size} bytes, beyond input_snapshots.max_bytes={self._spec.max_bytes}; name fewer "
-                f"parts or steps, a smaller cache (--num-gpu-blocks-override), or max_bytes={self._bytes + size} and more"
+                "parts or steps, a smaller cache (--num-gpu-blocks-override), or "
+                f"max_bytes={self._bytes + size} and more"
             )
         self._bytes += size
         before = [tensor.clone() for tensor in inputs]

@@ -113,30 +113,37 @@ class EngineSubject:
         llm.collective_rpc("end_observation")
         self._engines.close()
 
+    def candidates(self, reference: Path, patterns: Sequence[str]) -> Sequence[str]:
+        """Names of the modules that can be replaced from the capture ``reference``, in the order they run."""
+        found: list[str] = self._replacing(reference, patterns).collective_rpc("replaceable_modules")[0]
+        return found
+
     def force_replaced(
         self,
         prompts: Sequence[Sequence[int]],
         continuations: Sequence[Sequence[int]],
         reference: Path,
-        candidates: Sequence[str],
+        patterns: Sequence[str],
         chosen: Sequence[str],
     ) -> list[Scores]:
-        """Scores as :meth:`force` gives them, with outputs of the ``chosen`` modules from the capture ``reference``.
+        """Whole rows as :meth:`force` gives them, with outputs of ``chosen`` modules from the capture ``reference``.
 
-        All ``candidates`` can be chosen in a later call without another start.
+        ``patterns`` say which can be chosen; another choice of them needs no other start.
         """
-        folder = self._folder()
-        settings = {
-            "tensor_replacement": {"folder": str(reference), "modules": list(candidates)},
-            "tensor_capture": {"folder": str(folder), **CaptureSpec((LOGITS,)).to_json()},
-        }
-        # What one choice left in the cache is nothing for the next.
-        llm = self._engines.forcing(settings, key=(str(reference), *candidates), enable_prefix_caching=False)
+        llm, folder = self._replacing(reference, patterns), self._folder()
         llm.collective_rpc("begin_capture", args=(str(folder),))
         llm.collective_rpc("replace_modules", args=(list(chosen),))
         _run(llm, prompts, continuations)
         llm.collective_rpc("end_observation")
         return _captured_scores(folder, prompts, continuations, 0)
+
+    def _replacing(self, reference: Path, patterns: Sequence[str]) -> Any:
+        settings = {
+            "tensor_replacement": {"folder": str(reference), "modules": list(patterns)},
+            "tensor_capture": {"folder": str(self._folder()), **CaptureSpec((LOGITS,)).to_json()},
+        }
+        # What one choice left in the cache is nothing for the next.
+        return self._engines.forcing(settings, key=(str(reference), *patterns), enable_prefix_caching=False)
 
     def close(self) -> None:
         """End the engine and remove what was written for this subject."""

@@ -5,11 +5,10 @@
   const settings = { displayModeBar: false, responsive: true };
   const charts = [...document.querySelectorAll(".chart")];
 
-  const draw = (chart) => {
-    if (chart.dataset.drawn) return;
-    chart.dataset.drawn = "yes";
+  const draw = (chart, width) => {
+    chart.dataset.drawn = width ? "print" : "screen";
     const { data, layout } = JSON.parse(document.getElementById(chart.dataset.figure).textContent);
-    Plotly.newPlot(chart, data, layout, settings);
+    Plotly.react(chart, data, width ? { ...layout, width } : layout, settings);
   };
   const near = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) { near.unobserve(entry.target); draw(entry.target); }
@@ -28,11 +27,16 @@
   button.hidden = false;
   say();
 
+  // Paper is narrower than most windows; a heat map in a row of two gets half of it.
+  const paper = (chart) => (chart.closest(".maps") ? 310 : 640);
   let folded = [];
   addEventListener("beforeprint", () => {
-    folded = [...document.querySelectorAll("details:not([open])")];
+    folded = [...document.querySelectorAll("details.group:not([open])")];
     folded.forEach((details) => { details.open = true; });
-    charts.forEach(draw);
+    charts.forEach((chart) => draw(chart, paper(chart)));
   });
-  addEventListener("afterprint", () => folded.forEach((details) => { details.open = false; }));
+  addEventListener("afterprint", () => {
+    folded.forEach((details) => { details.open = false; });
+    charts.filter((chart) => chart.dataset.drawn === "print").forEach((chart) => draw(chart));
+  });
 })();
