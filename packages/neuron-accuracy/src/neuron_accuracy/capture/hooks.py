@@ -19,7 +19,7 @@ from neuron_accuracy.capture.writer import CaptureWriter
 from neuron_accuracy.errors import CaptureError
 from neuron_accuracy.layout import Rows, TensorLayout
 
-__all__ = ["ROOT", "ModuleCapture", "capture_modules"]
+__all__ = ["ROOT", "ModuleCapture", "capture_modules", "tensors_of"]
 
 ROOT = "(root)"
 """What the model itself is called among its modules."""
@@ -127,27 +127,31 @@ def _inputs(
 ) -> Iterator[tuple[str, Tensor]]:
     places = {name: str(place) for place, name in enumerate(signature.parameters)}
     for place, value in enumerate(args):
-        yield from _tensors(f"input.{place}", value)
+        yield from tensors_of(f"input.{place}", value)
     for name, value in kwargs.items():
-        yield from _tensors(f"input.{places.get(name, name)}", value)
+        yield from tensors_of(f"input.{places.get(name, name)}", value)
 
 
 def _outputs(output: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(output, Tensor):
         yield "output.0", output
     else:
-        yield from _tensors("output", output)
+        yield from tensors_of("output", output)
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a value by place, key or field, however nested: ``name.0``, ``name.hidden.1``, ….
+
+    What is neither a tensor nor a tuple, list, mapping or dataclass of such is passed over.
+    """
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors(f"{name}.{key}", item)
+            yield from tensors_of(f"{name}.{key}", item)
     elif isinstance(value, tuple | list):
         for place, item in enumerate(value):
-            yield from _tensors(f"{name}.{place}", item)
+            yield from tensors_of(f"{name}.{place}", item)
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
-            yield from _tensors(f"{name}.{item.name}", getattr(value, item.name))
+            yield from tensors_of(f"{name}.{item.name}", getattr(value, item.name))

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,11 @@ class Stored:
     dtype: torch.dtype
     sha256: str
 
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return prod(self.shape)
+
 
 class Capture:
     """A capture on disk. Every method raises ``CaptureError`` naming the file that is missing, cut short, changed since
@@ -62,6 +68,7 @@ class Capture:
         """Data-parallel replicas that wrote something."""
         self._steps = {dp: tuple(self._read_steps(dp)) for dp in self.replicas}
         self._described = lru_cache(maxsize=4096)(self._read_described)
+        self._ranks = lru_cache(maxsize=4096)(_ranks_in)
         self._modules: tuple[str, ...] | None = None
         self._held: dict[tuple[int, int], frozenset[str]] = {}
         self._sets: dict[frozenset[str], frozenset[str]] = {}
@@ -106,8 +113,7 @@ class Capture:
 
     def ranks(self, module: str, step: StepRecord, dp: int = 0) -> tuple[int, ...]:
         """Ranks that wrote a module's tensors in a step."""
-        files = self._module(module, step, dp).glob("rank*.json")
-        return tuple(sorted(_number(path, "rank") for path in files))
+        return self._ranks(self._module(module, step, dp))
 
     def tensors(self, module: str, step: StepRecord, rank: int = 0, dp: int = 0) -> dict[str, Stored]:
         """What a rank holds of a module in a step, by tensor name."""
@@ -132,7 +138,7 @@ class Capture:
         """Check the digest of a tensor a few megabytes at a time."""
         path = self._module(module, step, dp) / f"rank{rank}.json"
         stored = self._stored(path, tensor)
-        row_bytes = max(1, stored.dtype.itemsize * _product(stored.shape[1:]))
+        row_bytes = max(1, stored.dtype.itemsize * prod(stored.shape[1:]))
         count, total = max(1, CHECK_BYTES // row_bytes), stored.shape[0] if stored.shape else 0
         running = hashlib.sha256()
         for begin in range(0, total, count):
@@ -156,8 +162,7 @@ class Capture:
 
     def cache_ranks(self, request: str, layer: int, *, dp: int = 0) -> tuple[int, ...]:
         """Ranks that wrote a layer of a request's cache."""
-        files = (self.folder / f"dp{dp}" / "kv" / folder_name(request) / f"layer.{layer}").glob("rank*.json")
-        return tuple(sorted(_number(path, "rank") for path in files))
+        return self._ranks(self.folder / f"dp{dp}" / "kv" / folder_name(request) / f"layer.{layer}")
 
     def _read_steps(self, dp: int) -> Iterator[StepRecord]:
         folders = [
@@ -256,15 +261,12 @@ def _number(path: Path, prefix: str) -> int:
     return int(digits)
 
 
+def _ranks_in(folder: Path) -> tuple[int, ...]:
+    return tuple(sorted(_number(path, "rank") for path in folder.glob("rank*.json")))
+
+
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype {name!r}")
     return dtype
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result

@@ -57,6 +57,8 @@ class StepRow:
     """Its row among the step's requests."""
     positions: tuple[int, ...]
     token_ids: tuple[int, ...]
+    cached_ids: tuple[int, ...] = ()
+    """In a request's first step: the tokens before these, of which the cache held all that was needed."""
 
 
 @dataclass(frozen=True)

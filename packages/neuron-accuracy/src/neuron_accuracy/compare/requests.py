@@ -30,7 +30,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """All tokens of a request that a capture has, by position; of a position that ran twice, the last."""
+    """All tokens of a request that a capture has, by position; of a position that ran twice, the last.
+
+    A position without a place was not computed: the cache held it already.
+    """
 
     request: str
     tokens: Mapping[int, int]
@@ -39,11 +42,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class Pair:
-    """A request of two runs, and the positions up to which their tokens agree."""
+    """A request of two runs."""
 
     test: Trace
     reference: Trace
     positions: tuple[int, ...]
+    """Those that both computed, up to where their tokens part."""
 
 
 def traces(capture: Capture) -> list[Trace]:
@@ -100,6 +104,7 @@ def _add(
     places: dict[str, dict[int, Place]],
 ) -> None:
     for row in step.rows:
+        tokens[row.request].update(enumerate(row.cached_ids))
         last = len(row.positions) - 1
         for offset, (position, token) in enumerate(zip(row.positions, row.token_ids, strict=True)):
             tokens[row.request][position] = token
@@ -120,11 +125,13 @@ def _matched(left: Sequence[Trace], right: Sequence[Trace]) -> list[Pair]:
         if i not in taken_left and j not in taken_right:
             taken_left.add(i)
             taken_right.add(j)
-            pairs[i] = Pair(left[i], right[j], shared)
+            computed = tuple(at for at in shared if at in left[i].places and at in right[j].places)
+            pairs[i] = Pair(left[i], right[j], computed)
     return [pairs[i] for i in sorted(pairs)]
 
 
 def _shared(trace: Trace, other: Trace) -> tuple[int, ...]:
+    """Positions up to which their tokens agree."""
     common = sorted(trace.tokens.keys() & other.tokens.keys())
     for count, position in enumerate(common):
         if trace.tokens[position] != other.tokens[position]:
@@ -136,8 +143,9 @@ def _unlike(pair: Pair, test: Capture, reference: Capture) -> list[Finding]:
     test_tokens, reference_tokens = pair.test.tokens, pair.reference.tokens
     common = sorted(test_tokens.keys() & reference_tokens.keys())
     findings = []
-    if len(common) > len(pair.positions):
-        at = common[len(pair.positions)]
+    agreed = _shared(pair.test, pair.reference)
+    if len(common) > len(agreed):
+        at = common[len(agreed)]
         detail = (
             f"at position {at} the test has token {test_tokens[at]} and the reference {reference_tokens[at]}; "
             f"from there on nothing is compared"

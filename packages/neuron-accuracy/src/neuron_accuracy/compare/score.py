@@ -196,8 +196,8 @@ def _gains(tally: Tally, most: float, most_z: float) -> list[Gain]:
     """Channels that are a multiple of the reference's, in each half of positions and of requests.
 
     The slope's error is the one that holds for noise which grows with the value (White 1980), with no channel quieter
-    than half of them are. A channel whose slope a handful of rows decide says nothing, nor one that is nearly the same in
-    all rows: there one error that all rows inherit, as of a token that all attend to, looks like a slope.
+    than half of them are. A channel whose slope a handful of rows decide says nothing, nor one that is nearly the same
+    in all rows: there one error that all rows inherit, as of a token that all attend to, looks like a slope.
     """
     sums, rows = tally.channels, tally.rows
     if rows < MIN_ROWS or not most or tally.features < 2:

@@ -35,8 +35,8 @@ class Extreme:
 
 
 class Channels:
-    """Sums over rows for each channel, float64 ``[4, features]``: apart for even and odd positions of every other request.
-    d is the difference and r the reference.
+    """Sums over rows for each channel, float64 ``[4, features]``: apart for even and odd positions of every other
+    request. d is the difference and r the reference.
     """
 
     GROUPS = 4

@@ -18,6 +18,9 @@ from neuron_accuracy.layout import Rows, Sharding, TensorLayout
 
 __all__ = ["View", "ViewReader", "views_of"]
 
+SMALL_ELEMENTS = 1 << 19
+"""What all ranks hold of one step's tensor is read at once up to so many elements, and by rows beyond."""
+
 T = TypeVar("T")
 
 
@@ -80,6 +83,7 @@ class ViewReader:
         self.capture = capture
         self.view = view
         self._checked: set[tuple[int, int]] = set()
+        self._held: tuple[tuple[int, int], list[Tensor], Tensor] | None = None
 
     def holds(self, dp: int, step: StepRecord) -> bool:
         """Whether the step has the tensor."""
@@ -107,6 +111,8 @@ class ViewReader:
 
     def rows(self, dp: int, step: StepRecord, begin: int, end: int) -> Tensor:
         """Rows ``begin`` to ``end`` of the whole, ``[rows, features]``, in their dtype."""
+        if self._is_small(dp, step):
+            return self._features(self._small(dp, step)[1][begin:end])
         layout = self.view.layout
         stored = self._stored(dp, step)
         dealt = layout.sharding in (Sharding.SHARDED, Sharding.INTERLEAVED) and len(stored) > 1
@@ -129,6 +135,9 @@ class ViewReader:
             return []
         self._checked.add((dp, step.number))
         stored = self._stored(dp, step)
+        if self._is_small(dp, step):
+            found = self._named(lambda: differing_replicas(self._small(dp, step)[0], self.view.layout))
+            return [_differ(step, stored, found[0], 0)] if found else []
         for rank, _ in stored:
             self.capture.check(self.view.module, self.view.tensor, step, rank, dp=dp)
         return self._differing(dp, step, stored, chunk)
@@ -146,13 +155,21 @@ class ViewReader:
             parts = [self._load(dp, step, rank, begin, end) for rank, _ in stored]
             found = self._named(lambda: differing_replicas(parts, self.view.layout))  # noqa: B023
             if found:
-                rank, first, part, reference = found[0]
-                rows = (part.float() != reference.float()).reshape(part.shape[0], -1).any(1).nonzero()
-                return [
-                    f"in step {step.number} ranks {stored[first][0]} and {stored[rank][0]} should hold the same of it, "
-                    f"but differ from row {begin + int(rows[0])} on"
-                ]
+                return [_differ(step, stored, found[0], begin)]
         return []
+
+    def _is_small(self, dp: int, step: StepRecord) -> bool:
+        return sum(stored.elements for _, stored in self._stored(dp, step)) <= SMALL_ELEMENTS
+
+    def _small(self, dp: int, step: StepRecord) -> tuple[list[Tensor], Tensor]:
+        """What all ranks hold of a step, digests checked, and the whole; kept until another step is asked for."""
+        key = (dp, step.number)
+        if self._held is None or self._held[0] != key:
+            view = self.view
+            ranks = [rank for rank, _ in self._stored(dp, step)]
+            parts = [self.capture.load(view.module, view.tensor, step, rank, dp=dp) for rank in ranks]
+            self._held = key, parts, self._named(lambda: assemble(parts, view.layout))
+        return self._held[1:]
 
     def _dealt_rows(
         self, dp: int, step: StepRecord, begin: int, end: int, stored: list[tuple[int, Stored]]
@@ -213,6 +230,17 @@ class ViewReader:
             return make()
         except LayoutError as error:
             raise LayoutError(f"{self.capture.folder}: {self.view.source}: {error}") from error
+
+
+def _differ(
+    step: StepRecord, stored: list[tuple[int, Stored]], found: tuple[int, int, Tensor, Tensor], begin: int
+) -> str:
+    rank, first, part, reference = found
+    rows = (part.float() != reference.float()).reshape(part.shape[0], -1).any(1).nonzero()
+    return (
+        f"in step {step.number} ranks {stored[first][0]} and {stored[rank][0]} should hold the same of it, but differ "
+        f"from row {begin + int(rows[0])} on"
+    )
 
 
 def _inputs_first(tensor: str) -> tuple[bool, str]:

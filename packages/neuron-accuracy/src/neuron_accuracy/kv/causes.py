@@ -175,16 +175,11 @@ def _rotation(sight: Sight, heads: list[int], known: Sequence[Cause]) -> Cause |
     if ours.shape[-1] % 2 or len(positions) < 4 or sight.bad[:, positions == 0].any():
         return None
     limit, own = float(sight.head_limit[heads].max()), float((ours - theirs).norm() / theirs.norm())
-    earlier = next((cause for cause in known if cause.kind == "rotary" and cause.what), None)
+    earlier = next((cause.what for cause in known if cause.kind == "rotary"), None)
     rotation = fit(ours, theirs, positions)
-    if earlier is not None:
-        if rotation.residual > _EXTENDS * own:
-            return None
-        what = earlier.what
-    elif rotation.residual <= _RESIDUAL * limit:
-        what = _rotary_bases(rotation.slopes)
-    else:
+    if not _explains(rotation.residual, own, limit, earlier is not None):
         return None
+    what = earlier or _rotary_bases(rotation.slopes)
     slope = float(rotation.slopes.abs().max())
     figures = {"residual": rotation.residual, "radians_per_position": slope}
     return Cause("rotary", sight.part, tuple(heads), what, sight.layer, figures=figures)
@@ -195,7 +190,7 @@ def _rotary_bases(slopes: torch.Tensor) -> str:
     if found is None:
         return f"the angles of rotation differ, by up to {float(slopes.abs().max()):.3g} radians a position"
     test, reference = (_rounded(base) for base in found)
-    return f"rotary base differs: {test} against {reference}"
+    return f"rotary base differs: about {test} against {reference}"
 
 
 def _rounded(base: float) -> str:

@@ -26,6 +26,8 @@ __all__ = ["Progress", "compare_caches"]
 Progress = Callable[[int, int], None]
 """Called with how many of how many layers of requests are done."""
 
+_SPAN = 16
+
 
 def compare_caches(
     test: Capture,
@@ -56,10 +58,7 @@ class _Comparison:
         self.judges = [Judge(pair) for pair in pairs]
         self.num_layers, self.num_heads = record.num_layers, record.num_heads
         self.tables = Tables(record.num_layers, record.num_heads, max(pair.length for pair in pairs))
-        self.requests = [
-            RequestTable(record.num_layers, pair.length, pair.test.record.block_size * pair.test.record.dcp)
-            for pair in pairs
-        ]
+        self.requests = [RequestTable(record.num_layers, pair.length, _span(pair)) for pair in pairs]
         self.limits = Limits(0.0, 0.0)
         self.dtypes: set[str] = set()
 
@@ -139,6 +138,12 @@ class _Comparison:
                 for pair, table in zip(self.pairs, self.requests, strict=True)
             ],
         }
+
+
+def _span(pair: Pair) -> int:
+    """Positions of a block, or of what stands for one where neither side has several."""
+    spans = [cache.record.block_size * cache.record.dcp for cache in (pair.test, pair.reference)]
+    return min(spans) if min(spans) < pair.length else _SPAN
 
 
 def _row(judge: Judge, table: RequestTable) -> dict[str, Any]:

@@ -24,6 +24,12 @@ _ORDER = (
 )
 
 
+_RUNS = 4
+"""Gaps up to which positions are listed one by one."""
+_NEARLY = 0.9
+"""Share of the positions from the first wrong one on that makes it all of them."""
+
+
 def findings_of(judges: Sequence[Judge], num_layers: int, num_heads: int) -> list[Finding]:
     """Findings of all requests, that of the first layer first, the same fault of several requests and layers as one."""
     placed: list[tuple[tuple[int, int], Finding]] = []
@@ -48,7 +54,8 @@ def _grouped(judges: Sequence[Judge]) -> list[Group]:
     for judge in judges:
         for cause in judge.causes:
             alone = (cause.layer,) if cause.kind in ("diverges", "not finite") else ()
-            groups.setdefault((cause.kind, cause.heads, cause.what, *alone), []).append((judge, cause))
+            what = "" if cause.kind == "rotary" else cause.what  # bases are fitted anew for each request
+            groups.setdefault((cause.kind, cause.heads, what, *alone), []).append((judge, cause))
     split: list[Group] = []
     for group in groups.values():
         split += _by_part(group)
@@ -88,7 +95,10 @@ def _layers(layers: Sequence[int], num_layers: int) -> str:
 
 
 def _positions(positions: Sequence[int]) -> str:
-    return f"position{'s' * (len(positions) > 1)} {ranges(positions)}"
+    said = ranges(positions)
+    if said.count(",") > _RUNS:
+        return f"{len(positions)} positions from {positions[0]} to {positions[-1]}"
+    return f"position{'s' * (len(positions) > 1)} {said}"
 
 
 def _requests(group: Group, judges: Sequence[Judge]) -> str:
@@ -164,7 +174,7 @@ def _diverges(group: Group, layers: Sequence[int], positions: Sequence[int]) -> 
 
 
 def _shape(positions: Sequence[int], length: int) -> str:
-    if positions and len(positions) == positions[-1] - positions[0] + 1 and positions[-1] == length - 1:
+    if positions and len(positions) >= _NEARLY * (length - positions[0]):
         if positions[0] == 0:
             return "; wrong from position 0 on, so already in prefill"
         return f"; right up to position {positions[0] - 1}, wrong from there on"

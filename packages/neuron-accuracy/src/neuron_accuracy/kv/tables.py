@@ -107,6 +107,8 @@ class Tables:
         for item in maps:
             if item["title"].startswith(_TITLES["relative_l2"]):
                 item["limit"] = limits.head
+            elif not item["title"].startswith(_TITLES["relative_linf"]):
+                item["scale"] = "linear"
         return {"series": [self._by_layer(metrics, limits), self._by_position()], "heat_maps": maps}
 
     def _metrics(self, part: Part) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Finding, Level, Outcome, Severity
@@ -18,6 +18,7 @@ __all__ = ["Replaceable", "bisect", "disagreement"]
 Sequences = Sequence[Sequence[int]]
 
 
+@runtime_checkable
 class Replaceable(Protocol):
     """A subject whose modules' outputs can come from a capture: it has the ability ``replace``."""
 
@@ -73,7 +74,7 @@ def bisect(
     *,
     limit: float,
     patterns: Sequence[str] = ("**",),
-    title: str = "",
+    names: tuple[str, str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """Find the module that makes the scores of ``test`` differ from ``expected`` by more than ``limit``.
@@ -101,7 +102,7 @@ def bisect(
         progress(len(probes), total)
         return probes[-1]
 
-    names = (title or test.info().model, str(reference))
+    names = names or (test.info().model, str(reference))
     untouched = probe([])
     if untouched.agrees:
         note = Finding(

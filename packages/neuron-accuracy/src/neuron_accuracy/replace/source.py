@@ -98,6 +98,7 @@ class ReferenceRows:
         for step in self.capture.steps():
             for row in step.rows:
                 tokens, places = found.setdefault(row.request, ({}, {}))
+                tokens.update(enumerate(row.cached_ids))
                 for offset, (position, token) in enumerate(zip(row.positions, row.token_ids, strict=True)):
                     tokens[position] = token
                     places[position] = (step, row.begin + offset, row.row)

@@ -105,22 +105,22 @@ def blocks_of(title: str, data: Any) -> list[Block]:
 def _mapping(title: str, data: Mapping[str, Any]) -> list[Block]:
     if not data:
         return [Facts("", [(title, Cell("none"))])] if title else []
-    title = str(data.get("title", title))
+    named = isinstance(data.get("title"), str)
+    title = data["title"] if named else title
+    data = {key: value for key, value in data.items() if key != "title" or not named}
     if _is_heat_map(data):
         return [_heat_map(title, data)]
     if _is_lines(data):
         return [_lines(title, data)]
     if (columns := _columns(data)) is not None:
         return [_column_chart(title, columns)]
-    inside: list[Block] = []
-    facts = [(label(key), cell(value)) for key, value in data.items() if key != "title" and _fits(value)]
-    if facts:
-        inside.append(Facts("", facts))
-    for key, value in data.items():
-        if key != "title" and not _fits(value):
-            inside += blocks_of(titled(key), value)
-    if "title" not in data and len(inside) == 1 and isinstance(inside[0], Facts):
+    facts = [(label(key), cell(value)) for key, value in data.items() if _fits(value)]
+    if facts and len(facts) == len(data) and not named:
         return [Facts(title, facts)]
+    inside: list[Block] = [Facts("", facts)] if facts else []
+    for key, value in data.items():
+        if not _fits(value):
+            inside += blocks_of(titled(key), value)
     return [Group(title, inside)] if title else inside
 
 
@@ -148,17 +148,22 @@ def _records(title: str, data: list[Mapping[str, Any]]) -> list[Block]:
     keys = list(dict.fromkeys(key for item in data for key in item))
     flat = [key for key in keys if all(_fits(item.get(key)) for item in data)]
     rest = [key for key in keys if key not in flat]
-    blocks: list[Block] = []
-    if flat and (not rest or flat != ["title"]):
-        rows = [[cell(item[key]) if key in item else Cell("") for key in flat] for item in data]
-        blocks.append(Table("" if rest else title, [label(key) for key in flat], rows))
-    if not rest:
-        return blocks
+    groups = []
     for number, item in enumerate(data):
         inside = [b for key in rest if key in item for b in blocks_of(titled(key), item[key])]
         if inside:
-            blocks.append(Group(_name_of(item, title, number), inside))
-    return [Group(title, blocks)] if title else blocks
+            groups.append(Group(_name_of(item, title, number), inside))
+    blocks: list[Block] = []
+    only_titles = flat == ["title"] and len(groups) == len(data) and all(_is_title(item) for item in data)
+    if flat and not only_titles:
+        rows = [[cell(item[key]) if key in item else Cell("") for key in flat] for item in data]
+        blocks.append(Table("" if rest else title, [label(key) for key in flat], rows))
+    blocks += groups
+    return [Group(title, blocks)] if rest and title else blocks
+
+
+def _is_title(item: Mapping[str, Any]) -> bool:
+    return isinstance(item.get("title"), str)
 
 
 def _name_of(item: Mapping[str, Any], title: str, number: int) -> str:
@@ -255,8 +260,19 @@ def _heat_map(title: str, data: Mapping[str, Any]) -> Chart:
     )
     cells = [[_drawn(item) for item in row] for row in values]
     linear = data.get("scale") == "linear"
-    known = ("title", "values", "rows", "columns", "limit", *(("scale",) if linear else ()))
-    return Chart(title, x, y, xs, table, ys=ys, cells=cells, limit=_limit(data), others=_others(data, known))
+    known = ("values", "rows", "columns", "limit", *(("scale",) if linear else ()))
+    return Chart(
+        title,
+        x,
+        y,
+        xs,
+        table,
+        ys=ys,
+        cells=cells,
+        limit=_limit(data),
+        linear=linear,
+        others=_others(data, known),
+    )
 
 
 def _lines(title: str, data: Mapping[str, Any]) -> Chart:
@@ -269,7 +285,7 @@ def _lines(title: str, data: Mapping[str, Any]) -> Chart:
         Line(name, [*map(_drawn, line["values"])]) for name, line in zip(names, data["lines"], strict=True)
     ]
     y_name = label(y["name"]) if isinstance(y, Mapping) and set(y) == {"name"} else ""
-    known = ("title", "lines", "x", "limit", *(("y",) if y_name or not y else ()))
+    known = ("lines", "x", "limit", *(("y",) if y_name or not y else ()))
     return Chart(
         title,
         x_name,

@@ -25,7 +25,7 @@ _ROW_PX, _MIN_PX, _MAX_PX = 18, 240, 760
 
 def figure(chart: Chart) -> dict[str, Any]:
     """The ``data`` and ``layout`` that Plotly draws."""
-    import plotly.graph_objects as go
+    import plotly.graph_objects as go  # type: ignore[import-untyped]
 
     made = go.Figure()
     if chart.cells:
@@ -65,7 +65,7 @@ def summary(chart: Chart) -> str:
 
 def _heat_map(made: Any, go: Any, chart: Chart) -> None:
     numbers = [x for row in chart.cells for x in row if x is not None and math.isfinite(x)]
-    logarithmic = _spans_decades(numbers)
+    logarithmic = not chart.linear and _spans_decades(numbers)
     floor = math.log10(min((x for x in numbers if x > 0), default=1.0)) if logarithmic else 0.0
     drawn = [[_scaled(x, floor) if logarithmic else x for x in row] for row in chart.cells]
     marks = [

@@ -59,9 +59,9 @@ def cell(value: Any) -> Cell:
         return Cell(str(value))
     if isinstance(value, int):
         return Cell(str(value), number=True)
-    text = _rounded(float(value))
-    exact = repr(float(value))
-    return Cell(text, number=True, exact=None if exact == text else exact)
+    text, exact = _rounded(float(value)), float(value)
+    rounded = math.isfinite(exact) and float(text) != exact
+    return Cell(text, number=True, exact=repr(exact) if rounded else None)
 
 
 def _rounded(value: float) -> str:

@@ -29,3 +29,5 @@ class SubjectInfo:
     abilities: frozenset[Ability] = frozenset()
     parallel: Mapping[str, int] = field(default_factory=dict)
     """Degrees above one by axis, such as ``{"tp": 2}``."""
+    cache_dtype: str = "auto"
+    """Of the KV cache, if it is not ``dtype``: ``float8_e4m3fn``, …"""

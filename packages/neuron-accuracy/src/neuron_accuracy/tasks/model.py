@@ -16,7 +16,7 @@ from neuron_accuracy.subjects.protocol import Sampling, Subject
 __all__ = ["SubjectLM"]
 
 _BATCH = 16
-_CHUNK_TOKENS = 16
+_CHUNK_TOKENS = 8
 """Tokens drawn at a time, before it is looked whether an answer has ended."""
 _DEFAULT_TOKENS = 256
 _MAX_LENGTH = 2048
@@ -142,11 +142,11 @@ class SubjectLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not annotated
                 1,
             )
             for at, item in zip(going, made, strict=True):
-                drawn[at] += self._until_end(item.tokens)
-                texts[at], ended = wishes[at].cut(self._subject.decode(drawn[at][: wishes[at].most]))
-                ended |= len(drawn[at]) % _CHUNK_TOKENS > 0 or not len(drawn[at])
-                if ended or len(drawn[at]) >= wishes[at].most:
-                    wishes[at].ended = True
+                kept = self._until_end(item.tokens)
+                drawn[at] = (drawn[at] + kept)[: wishes[at].most]
+                texts[at], cut = wishes[at].cut(self._subject.decode(drawn[at]))
+                full = len(drawn[at]) >= wishes[at].most
+                wishes[at].ended = cut or full or len(kept) < len(item.tokens)
             going = [at for at in going if not wishes[at].ended]
         return texts
 

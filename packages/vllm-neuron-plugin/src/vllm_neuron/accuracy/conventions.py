@@ -21,13 +21,13 @@ from neuron_parallel import (
     VocabParallelEmbedding,
 )
 
-__all__ = ["layouts", "names", "rows"]
+__all__ = ["as_rows", "layouts", "names"]
 
 SPLIT_ROWS = TensorLayout(Sharding.SHARDED, dim=0)
 """Prefill with more than one rank: the tokens between blocks are split over them."""
 
 
-def rows(model: nn.Module, tap: Tap, tensor: Tensor) -> Tensor:
+def as_rows(model: nn.Module, tap: Tap, tensor: Tensor) -> Tensor:
     """A captured tensor as ``[rows, features]``: heads side by side, and the rotary table for both halves of a head."""
     flat = tensor.flatten(1) if tensor.dim() > 2 else tensor
     owner = _module(model, tap.module)
@@ -64,6 +64,7 @@ def names(model: nn.Module) -> dict[str, str]:
             found[f"{name}:input.0"] = f"{parent}.{blocks[0].name}:input.0"
         elif isinstance(module, PagedAttention):
             found[f"{name}:output.0"] = f"{parent}.o_proj:input.0"
+            found[f"{parent}.o_proj:input.0"] = f"{parent}.o_proj:given.input.0"  # the same once more
         elif isinstance(module, RotaryTable):
             found.update({f"{name}:output.{i}": f"model.rotary_emb:output.{i}" for i in range(2)})
     layers = getattr(getattr(model, "model", None), "layers", ())

@@ -41,31 +41,18 @@ class SubjectEngine:
         model = self.config().model_config
         return None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
 
-    def plain(self) -> LLM:
-        """An engine with nothing but the options."""
-        return self._open("plain", self._options)
+    def plain(self, settings: Mapping[str, Any]) -> LLM:
+        """An engine with the options, and more ``neuron_config`` settings; it is kept, whatever they are."""
+        return self._open("plain", {**self._options, "additional_config": self._additional(settings)})
 
     def forcing(self, settings: Mapping[str, Any], key: Hashable = None, **others: Any) -> LLM:
-        """An engine that forces tokens, with more ``neuron_config`` settings and ``others`` of vLLM.
+        """An engine that forces tokens, with more ``neuron_config`` settings and ``others`` of vLLM's.
 
         The one of the same ``key`` is kept.
         """
-        additional = dict(self._options.get("additional_config") or {})
-        section = dict(additional.get(SECTION) or {})
-        for name in settings:
-            if name in section:
-                raise ConfigError(
-                    f"{SECTION}.{name}", section[name], "is set by the tool itself; leave it out"
-                )
-        additional[SECTION] = {**section, **settings}
         processors = [*(self._options.get("logits_processors") or ()), PROCESSOR]
-        options = {
-            **self._options,
-            **others,
-            "additional_config": additional,
-            "logits_processors": processors,
-        }
-        return self._open(("forcing", key), options, again=key is None)
+        options = {**self._options, **others, "additional_config": self._additional(settings)}
+        return self._open(("forcing", key), {**options, "logits_processors": processors}, again=key is None)
 
     def close(self) -> None:
         """End the engine, if one runs."""
@@ -73,6 +60,16 @@ class SubjectEngine:
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         gc.collect()
+
+    def _additional(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        additional = dict(self._options.get("additional_config") or {})
+        section = dict(additional.get(SECTION) or {})
+        for name in settings:
+            if name in section:
+                raise ConfigError(
+                    f"{SECTION}.{name}", section[name], "is set by the tool itself; leave it out"
+                )
+        return {**additional, SECTION: {**section, **settings}}
 
     def _open(self, key: Hashable, options: Mapping[str, Any], *, again: bool = False) -> LLM:
         if self._llm is None or self._key != key or again:

@@ -31,4 +31,5 @@ def subject_info(config: VllmConfig) -> SubjectInfo:
         NO_TOKENIZER if model.skip_tokenizer_init else vocabulary_digest(cached_tokenizer_from_config(model)),
         ABILITIES,
         {axis: degree for axis, degree in parallel.items() if degree > 1},
+        "float8_e4m3fn" if config.cache_config.cache_dtype.startswith("fp8") else "auto",
     )

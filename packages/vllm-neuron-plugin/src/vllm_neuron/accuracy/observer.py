@@ -58,10 +58,11 @@ class AccuracyObserver:
         batch: Batch,
         values: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
+        table: RequestTable,
     ) -> None:
         """See `StepObserver`."""
         if self.recorder is not None:
-            self.recorder.ran(program, batch, values, outputs)
+            self.recorder.ran(program, batch, values, outputs, table)
 
     def ended(self, table: RequestTable, requests: Sequence[Request], caches: Sequence[Tensor]) -> None:
         """See `StepObserver`."""

@@ -14,7 +14,7 @@ from neuron_accuracy.capture.records import CacheRecord, RunRecord, StepRecord, 
 from neuron_accuracy.capture.writer import CaptureWriter
 from neuron_core.graphs.taps import TappedProgram
 from neuron_models.attention import PagedAttention
-from vllm_neuron.accuracy.conventions import layouts, names, rows
+from vllm_neuron.accuracy.conventions import as_rows, layouts, names
 from vllm_neuron.accuracy.identity import subject_info
 from vllm_neuron.accuracy.settings import CaptureSettings
 from vllm_neuron.runner.inputs import Batch
@@ -36,6 +36,7 @@ class Recorder:
         self._rank, self._size = rank, size
         self._folder = settings.folder
         self._writer: CaptureWriter | None = None
+        self._ended = False
         self._count = 0
         self._computed: dict[str, tuple[int, int]] = {}
 
@@ -49,7 +50,7 @@ class Recorder:
     def begin(self, folder: Path) -> None:
         """End the capture and begin another; requests that run go on in it as new ones."""
         self.close()
-        self._folder, self._writer, self._count = folder, None, 0
+        self._folder, self._writer, self._count, self._ended = folder, None, 0, False
 
     def ran(
         self,
@@ -57,24 +58,42 @@ class Recorder:
         batch: Batch,
         values: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
+        table: RequestTable,
     ) -> None:
         """Write one step."""
-        record = _record(self._count, batch, values)
+        rows = self._rows(batch, values, table)
+        bucket = batch.bucket
+        record = StepRecord(
+            self._count, bucket.name, str(bucket.phase), bucket.num_tokens, bucket.num_seqs, rows
+        )
         self._count += 1
-        for row in record.rows:
+        for row in rows:
             begun, _ = self._computed.get(row.request, (row.positions[0], 0))
             self._computed[row.request] = (begun, row.positions[-1] + 1)
-        if self.writer.wants(record):
+        if not self._ended and self.writer.wants(record):
             taken = {
-                (tap.module, tap.tensor): rows(self._model, tap, outputs[tap.value]) for tap in program.taps
+                (tap.module, tap.tensor): as_rows(self._model, tap, outputs[tap.value])
+                for tap in program.taps
             }
             self.writer.write_step(record, taken)
+
+    def _rows(self, batch: Batch, values: Mapping[str, Tensor], table: RequestTable) -> tuple[StepRow, ...]:
+        ids, positions = values["token_ids"].tolist(), values["positions"].tolist()
+        rows = []
+        for row, request in enumerate(batch.requests):
+            begin, end = int(batch.starts[row]), int(batch.starts[row + 1])
+            name = request.request_id
+            cached: tuple[int, ...] = ()
+            if name not in self._computed:
+                cached = tuple(table.token_ids[request.row, : positions[begin]].tolist())
+            rows.append(StepRow(name, begin, row, tuple(positions[begin:end]), tuple(ids[begin:end]), cached))
+        return tuple(rows)
 
     def ended(self, table: RequestTable, requests: Sequence[Request], caches: Sequence[Tensor]) -> None:
         """Write the caches of requests that end."""
         for request in requests:
             begun, computed = self._computed.pop(request.request_id, (0, 0))
-            if self.spec.kv and computed and self.spec.wants_request(request.request_id):
+            if self.spec.kv and not self._ended and computed and self.spec.wants_request(request.request_id):
                 self._write_cache(table, request, begun, computed, caches)
 
     def preempted(self, request_ids: Sequence[str]) -> None:
@@ -83,8 +102,10 @@ class Recorder:
             self._computed.pop(request_id, None)
 
     def close(self) -> None:
-        """End the capture."""
-        self.writer.close()
+        """End the capture; what comes later is not written."""
+        if not self._ended:
+            self.writer.close()
+        self._ended = True
 
     def _write_cache(
         self, table: RequestTable, request: Request, begun: int, computed: int, caches: Sequence[Tensor]
@@ -110,16 +131,3 @@ class Recorder:
         ]
         pages = [cache[block_ids.astype(np.int64)] for cache in caches]
         self.writer.write_cache(record, pages, scales)
-
-
-def _record(number: int, batch: Batch, values: Mapping[str, Tensor]) -> StepRecord:
-    ids, positions = values["token_ids"].tolist(), values["positions"].tolist()
-    described = []
-    for row, request in enumerate(batch.requests):
-        begin, end = int(batch.starts[row]), int(batch.starts[row + 1])
-        span = slice(begin, end)
-        described.append(StepRow(request.request_id, begin, row, tuple(positions[span]), tuple(ids[span])))
-    bucket = batch.bucket
-    return StepRecord(
-        number, bucket.name, str(bucket.phase), bucket.num_tokens, bucket.num_seqs, tuple(described)
-    )

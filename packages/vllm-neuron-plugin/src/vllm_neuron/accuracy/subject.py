@@ -28,8 +28,10 @@ from vllm_neuron.accuracy.identity import subject_info
 
 __all__ = ["EngineSubject", "open_engine"]
 
-LOGITS = "lm_head"
+HEAD = "lm_head"
 """The module whose output is a row of logits per request."""
+
+LOGITS = CaptureSpec((HEAD,))
 
 
 def open_engine(model: str, options: Mapping[str, Any]) -> EngineSubject:
@@ -74,15 +76,27 @@ class EngineSubject:
     ) -> list[Generation]:
         """Exactly ``num_tokens`` tokens after each prompt, drawn as a server draws them, all prompts at once.
 
-        Whole rows of scores (``top`` 0) come from a second, forced run along the tokens.
+        Tokens at temperature 0 come from a run without scores, whose graph takes the likeliest alone.
         """
-        llm = self._engines.plain()
-        params = [_params(how, num_tokens, top) for how in sampling]
-        outputs = llm.generate(_prompts(prompts), params, use_tqdm=False)
-        drawn = [tuple(output.outputs[0].token_ids) for output in outputs]
-        scores = (
-            self.force(prompts, drawn, 0) if top == 0 else [_top_scores(output, top) for output in outputs]
+        folder = self._folder()
+        llm = self._engines.plain({"tensor_capture": {"folder": str(self._folder()), **LOGITS.to_json()}})
+        greedy = [index for index, how in enumerate(sampling) if how.temperature == 0]
+        alone = _draw(
+            llm, [prompts[index] for index in greedy], [sampling[index] for index in greedy], num_tokens, None
         )
+        llm.collective_rpc("begin_capture", args=(str(folder),))
+        outputs = _draw(llm, prompts, sampling, num_tokens, top or 1)
+        llm.collective_rpc("end_observation")
+        drawn = [tuple(output.outputs[0].token_ids) for output in outputs]
+        if top == 0:
+            scores = _captured_scores(folder, prompts, drawn, 0)
+        else:
+            scores = [_top_scores(output, top) for output in outputs]
+        for index, output in zip(greedy, alone, strict=True):
+            tokens = tuple(output.outputs[0].token_ids)
+            if tokens != drawn[index]:  # the scores must be those of the tokens that a client gets
+                drawn[index] = tokens
+                scores[index] = self.force([prompts[index]], [tokens], top)[0]
         return [
             Generation(tuple(prompt), tokens, score)
             for prompt, tokens, score in zip(prompts, drawn, scores, strict=True)
@@ -93,7 +107,7 @@ class EngineSubject:
     ) -> list[Scores]:
         """Scores of given continuations: prefill of the prompt, then a decode step for each token."""
         folder = self._folder()
-        self.capture(prompts, continuations, CaptureSpec((LOGITS,)), folder)
+        self.capture(prompts, continuations, LOGITS, folder)
         return _captured_scores(folder, prompts, continuations, top)
 
     def capture(
@@ -140,7 +154,7 @@ class EngineSubject:
     def _replacing(self, reference: Path, patterns: Sequence[str]) -> Any:
         settings = {
             "tensor_replacement": {"folder": str(reference), "modules": list(patterns)},
-            "tensor_capture": {"folder": str(self._folder()), **CaptureSpec((LOGITS,)).to_json()},
+            "tensor_capture": {"folder": str(self._folder()), **LOGITS.to_json()},
         }
         # What one choice left in the cache is nothing for the next.
         return self._engines.forcing(settings, key=(str(reference), *patterns), enable_prefix_caching=False)
@@ -175,7 +189,17 @@ def _prompts(prompts: Sequence[Sequence[int]]) -> list[Any]:
     return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
 
 
-def _params(how: Sampling, num_tokens: int, top: int) -> SamplingParams:
+def _draw(
+    llm: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], num_tokens: int, top: int | None
+) -> list[Any]:
+    if not prompts:
+        return []
+    params = [_params(how, num_tokens, top) for how in sampling]
+    outputs: list[Any] = llm.generate(_prompts(prompts), params, use_tqdm=False)
+    return outputs
+
+
+def _params(how: Sampling, num_tokens: int, top: int | None) -> SamplingParams:
     return SamplingParams(
         temperature=how.temperature,
         top_k=how.top_k,
@@ -184,7 +208,7 @@ def _params(how: Sampling, num_tokens: int, top: int) -> SamplingParams:
         seed=how.seed,
         max_tokens=num_tokens,
         ignore_eos=True,
-        logprobs=top or None,
+        logprobs=top,
         detokenize=False,
     )
 
@@ -219,7 +243,7 @@ def _captured_scores(
     scores = []
     for prompt, tokens in zip(prompts, continuations, strict=True):
         whole = [*prompt, *tokens]
-        rows = source.rows(f"{LOGITS}:output.0", whole, range(len(prompt) - 1, len(whole) - 1))
+        rows = source.rows(f"{HEAD}:output.0", whole, range(len(prompt) - 1, len(whole) - 1))
         if missing := [place for place, row in enumerate(rows) if row is None]:
             raise SubjectError(f"no logits of token {missing[0]} after a prompt of {len(prompt)} tokens")
         scores.append(

@@ -38,6 +38,7 @@ class StepObserver(Protocol):
         batch: Batch,
         values: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
+        table: RequestTable,
     ) -> None:
         """Take what a step's graph gave."""
         ...

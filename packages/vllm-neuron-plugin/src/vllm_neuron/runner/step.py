@@ -150,7 +150,7 @@ class Step:
         puts = observer.puts(program, self.batch, values, table)
         watch = observer.watch(program, self.batch, values)
         outputs = self.executor.run(self.batch.bucket, self.variant, {**values, **puts}, watch)
-        observer.ran(program, self.batch, values, outputs)
+        observer.ran(program, self.batch, values, outputs, table)
         return outputs
 
     @timed(lambda step, _: step.executor.plan.logits().name, Kind.GRAPH)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``neuron-accuracy run``: all levels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from neuron_accuracy.cli.logits import opened, options_by_role
+from neuron_accuracy.cli.roles import completed
+from neuron_accuracy.cli.verdict import json_option, say
+from neuron_accuracy.findings import Outcome, write_outcome
+from neuron_accuracy.logits.prompts import default_prompts, encode_prompts, read_prompts
+from neuron_accuracy.run.triage import LEVELS, Roles, Triage
+from neuron_core.errors import ConfigError, unknown_name_hint
+
+__all__ = ["run_command"]
+
+
+@click.command("run")
+@click.option("--test", required=True, metavar="KIND:MODEL", help="What is tested.")
+@click.option(
+    "--reference", metavar="KIND:MODEL", help="What it is held against; the test's model in transformers."
+)
+@click.option(
+    "--baseline",
+    metavar="KIND:MODEL",
+    help="The same in higher precision; in transformers and float32 if the test has another dtype.",
+)
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    metavar="ROLE.NAME=VALUE",
+    help="An option of a subject, such as test.tensor_parallel_size=2.",
+)
+@click.option(
+    "--prompts", "prompts_file", metavar="FILE", help='A line each: {"text": …} or {"token_ids": […]}.'
+)
+@click.option("--num-prompts", default=6, show_default=True, help="Built-in prompts, if no file is given.")
+@click.option("--tokens", default=12, show_default=True, help="Tokens after each prompt.")
+@click.option("--levels", default=",".join(LEVELS), show_default=True, help="Which levels, in this order.")
+@click.option("--tasks", metavar="NAME,…", help="Tasks of the widest level, such as cloze,arithmetic.")
+@click.option("--thresholds", metavar="FILE", help="What tasks must reach, as TOML.")
+@click.option("--task-limit", type=int, help="Samples of each task; all of them if not given.")
+@click.option(
+    "--out",
+    "folder",
+    default="neuron-accuracy",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for outcomes, captures and report.html.",
+)
+@json_option
+def run_command(
+    test: str,
+    reference: str | None,
+    baseline: str | None,
+    options: Sequence[str],
+    prompts_file: str | None,
+    num_prompts: int,
+    tokens: int,
+    levels: str,
+    tasks: str | None,
+    thresholds: str | None,
+    task_limit: int | None,
+    folder: Path,
+    json_to: str | None,
+) -> NoReturn:
+    """Compare a run with a reference at every level, and say where to look first.
+
+    Tasks, logits, sampling, KV caches and tensors; each level says more narrowly where the two part. KIND:MODEL is
+    vllm-neuron:DIR, transformers:DIR, server:URL, or of a kind that an installed package adds.
+
+    \b
+      neuron-accuracy run --test vllm-neuron:./smollm2 --option test.dtype=float32
+    """
+    chosen = _levels(levels)
+    texts, given = completed(
+        test, reference, baseline, options_by_role(options, ("test", "reference", "baseline"))
+    )
+    with opened(texts, given) as subjects:
+        roles = Roles(subjects["test"], subjects["reference"], subjects.get("baseline"))
+        prompts = (
+            default_prompts(roles.truth, num_prompts)
+            if prompts_file is None
+            else read_prompts(Path(prompts_file))
+        )
+        encoded = encode_prompts(prompts, *subjects.values())
+        triage = Triage(
+            roles,
+            encoded,
+            folder,
+            tokens,
+            chosen,
+            texts=[prompt.text for prompt in prompts],
+            tasks=_tasks(roles, tasks, thresholds, task_limit),
+            tell=lambda what: click.echo(f"{what} …", err=True),
+        )
+        outcomes = []
+        for outcome in triage.run():
+            outcomes.append(outcome)
+            write_outcome(outcome, folder / f"{outcome.tool}.json")
+        summary = triage.summary(outcomes)
+    path = triage.write([summary, *outcomes], texts)
+    click.echo(f"report: {path}", err=True)
+    say(summary, json_to)
+
+
+def _levels(text: str) -> list[str]:
+    chosen = [name.strip() for name in text.split(",") if name.strip()]
+    for name in chosen:
+        if name not in LEVELS:
+            raise ConfigError("--levels", name, f"no such level; {unknown_name_hint(name, LEVELS)}")
+    if not chosen:
+        raise ConfigError("--levels", text, f"names no level; {','.join(LEVELS)} works")
+    return chosen
+
+
+def _tasks(
+    roles: Roles, names: str | None, thresholds: str | None, limit: int | None
+) -> Callable[[], Outcome] | None:
+    if names is None:
+        if thresholds is not None or limit is not None:
+            raise ConfigError("--tasks", None, "names no task to limit; cloze,arithmetic works")
+        return None
+    from neuron_accuracy.tasks.check import check_tasks
+    from neuron_accuracy.tasks.thresholds import read_thresholds
+
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    minimums = [] if thresholds is None else read_thresholds(Path(thresholds))
+    return lambda: check_tasks(roles.test, chosen, reference=roles.truth, thresholds=minimums, limit=limit)

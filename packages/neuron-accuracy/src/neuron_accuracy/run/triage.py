@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Task, prompt, sampling, KV cache, tensors: each level says more narrowly where a run parts from its reference."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from neuron_accuracy.capture.reader import Capture
+from neuron_accuracy.capture.spec import CaptureSpec
+from neuron_accuracy.compare.captures import compare_captures
+from neuron_accuracy.errors import AccuracyError
+from neuron_accuracy.findings import Finding, Level, Outcome, Severity
+from neuron_accuracy.kv.compare import compare_caches
+from neuron_accuracy.logits.validate import validate_logits
+from neuron_accuracy.run.limits import limits_of
+from neuron_accuracy.run.place import first_to_look_at
+from neuron_accuracy.sampling.check import check_sampling
+from neuron_accuracy.subjects.protocol import Sampling, Subject
+
+__all__ = ["LEVELS", "SPEC", "Roles", "Triage"]
+
+LEVELS = ("task", "prompt", "sampling", "kv", "tensor")
+SPEC = CaptureSpec(("**",), ("output.*", "input.0"), kv=True)
+"""What is captured for the two narrowest levels."""
+
+LONG_PROMPT = 72
+"""Tokens of the prompt that is given twice, so that the second meets whole blocks that the first left in the cache."""
+
+Tell = Callable[[str], None]
+"""Called with what is done next."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who is compared. With a baseline of higher precision the reference is in the test's dtype."""
+
+    test: Subject
+    reference: Subject
+    baseline: Subject | None = None
+
+    @property
+    def truth(self) -> Subject:
+        """The most precise of them."""
+        return self.baseline or self.reference
+
+    def all(self) -> dict[str, Subject]:
+        """By role."""
+        held = {"test": self.test, "reference": self.reference}
+        return held if self.baseline is None else {**held, "baseline": self.baseline}
+
+
+@dataclass
+class Triage:
+    """One run of all levels. ``tasks`` makes the outcome of the widest, if tasks were asked for."""
+
+    roles: Roles
+    prompts: Sequence[Sequence[int]]
+    folder: Path
+    num_tokens: int = 12
+    levels: Sequence[str] = LEVELS
+    texts: Sequence[str | None] | None = None
+    tasks: Callable[[], Outcome] | None = None
+    tell: Tell = lambda what: None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Iterator[Outcome]:
+        """An outcome per level as it is done; a level that a subject is not able to is an outcome with a note.
+
+        Raises what makes a comparison impossible.
+        """
+        steps: dict[str, Callable[[], Outcome]] = {
+            "task": self._task,
+            "prompt": self._prompt,
+            "sampling": self._sampling,
+            "kv": self._kv,
+            "tensor": self._tensor,
+        }
+        for level in (name for name in LEVELS if name in self.levels):
+            begun = time.perf_counter()
+            self.tell(level)
+            outcome = steps[level]()
+            self.seconds[level] = time.perf_counter() - begun
+            yield outcome
+
+    def summary(self, outcomes: Sequence[Outcome]) -> Outcome:
+        """All findings, the one to look at first in front. Data: ``first``, and per level the verdict and seconds."""
+        first = first_to_look_at(outcomes)
+        others = [finding for outcome in outcomes for finding in outcome.findings if finding is not first]
+        rows = [
+            {
+                "level": level,
+                "verdict": "passed" if outcome.passed else "failed",
+                "faults": len(outcome.faults),
+                "seconds": round(self.seconds[level], 1),
+            }
+            for level, outcome in zip(self.seconds, outcomes, strict=True)
+        ]
+        data = {
+            "first": None if first is None else {"where": first.where, "kind": first.kind},
+            "levels": rows,
+        }
+        findings = others if first is None else [first, *others]
+        return Outcome("run", "All levels", outcomes[0].test, outcomes[0].reference, findings, data)
+
+    def _task(self) -> Outcome:
+        if self.tasks is None:
+            return self._left_out(
+                "tasks", "Tasks", Level.TASK, "no tasks were named; --tasks cloze,arithmetic runs two"
+            )
+        return self.tasks()
+
+    def _prompt(self) -> Outcome:
+        limits = limits_of(self.roles)
+        return validate_logits(
+            self.roles.test,
+            self.roles.truth if limits.one_reference else self.roles.reference,
+            self.prompts,
+            self.num_tokens,
+            baseline=None if limits.one_reference else self.roles.baseline,
+            limits=limits.logits,
+            texts=self.texts,
+        )
+
+    def _sampling(self) -> Outcome:
+        if "generate" not in self.roles.test.info().abilities:
+            return self._left_out("sampling", "Sampling", Level.SAMPLING, "the test generates nothing")
+        return check_sampling(self.roles.test, self.prompts, num_tokens=self.num_tokens)
+
+    def _kv(self) -> Outcome:
+        if (lacking := self._lacking("kv")) is not None:
+            return self._left_out("kv", "KV caches", Level.KV, lacking)
+        captures = self._captures()
+        baseline = None if limits_of(self.roles).one_reference else captures.get("baseline")
+        truth = (
+            captures["reference"] if baseline is not None else captures.get("baseline", captures["reference"])
+        )
+        return compare_caches(captures["test"], truth, baseline)
+
+    def _tensor(self) -> Outcome:
+        if (lacking := self._lacking("capture")) is not None:
+            return self._left_out("compare", "Tensors", Level.TENSOR, lacking)
+        captures, limits = self._captures(), limits_of(self.roles)
+        baseline = None if limits.one_reference else captures.get("baseline")
+        truth = (
+            captures["reference"] if baseline is not None else captures.get("baseline", captures["reference"])
+        )
+        return compare_captures(captures["test"], truth, baseline, limits=limits.tensors)
+
+    def _lacking(self, ability: str) -> str | None:
+        lacking = [
+            role for role, subject in self.roles.all().items() if ability not in subject.info().abilities
+        ]
+        return f"{' and '.join(lacking)} cannot: no {ability}" if lacking else None
+
+    def _left_out(self, tool: str, title: str, level: Level, why: str) -> Outcome:
+        note = Finding(level, "left out", title.lower(), why, Severity.NOTE)
+        info = self.roles.test.info()
+        return Outcome(tool, title, info.model, self.roles.truth.info().model, [note])
+
+    def _captures(self) -> dict[str, Capture]:
+        """Of all roles, over the prompts and one long prompt twice; made once."""
+        root = self.folder / "captures"
+        if not hasattr(self, "_made"):
+            shutil.rmtree(root, ignore_errors=True)
+            prompts, tokens = self._sequences()
+            for role, subject in self.roles.all().items():
+                self.tell(f"capture of the {role}")
+                subject.capture(prompts, tokens, SPEC, root / role)
+            self._made = {role: Capture(root / role) for role in self.roles.all()}
+        return self._made
+
+    def _sequences(self) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+        long = [token for prompt in self.prompts for token in prompt]
+        while len(long) < LONG_PROMPT:
+            long += long
+        prompts: list[Sequence[int]] = [*self.prompts, long[:LONG_PROMPT], long[:LONG_PROMPT]]
+        made = self.roles.truth.generate(prompts, self.num_tokens, [Sampling()] * len(prompts), 1)
+        return prompts, [item.tokens for item in made]
+
+    def write(self, outcomes: Mapping[str, Outcome] | Sequence[Outcome], about: Mapping[str, Any]) -> Path:
+        """Write the report of all outcomes next to the captures."""
+        from neuron_accuracy.report.write import write_report
+
+        if not outcomes:
+            raise AccuracyError("no level was run; name one of " + ", ".join(LEVELS))
+        held = list(outcomes.values()) if isinstance(outcomes, Mapping) else list(outcomes)
+        path = self.folder / "report.html"
+        write_report(held, path, title="Accuracy", about=about)
+        return path
