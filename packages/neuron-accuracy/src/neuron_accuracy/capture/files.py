@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -84,5 +85,6 @@ def _replace(path: Path, write: Any) -> None:
         write(temporary)
         temporary.replace(path)
     except Exception as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise CaptureError(f"{path} cannot be written: {error}") from error

@@ -40,8 +40,11 @@ class ModuleCapture:
         self._held: dict[tuple[str, str], Tensor] = {}
         self._calls: dict[str, int] = {}
         self._warned: set[tuple[str, str]] = set()
-        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
-        self._handles += self._hook(model)
+        taken = self._taken(model)
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        for name, module in taken:
+            hook = self._tap(name, inspect.signature(module.forward))
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         self._handles.append(model.register_forward_hook(self._end))
 
     def announce(self, step: StepRecord, keep: Tensor | None = None) -> None:
@@ -55,18 +58,14 @@ class ModuleCapture:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, model: nn.Module) -> list[Any]:
-        taken = [(name or ROOT, module) for name, module in model.named_modules()]
-        taken = [(name, module) for name, module in taken if self._spec.wants_module(name)]
+    def _taken(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        modules = [(name or ROOT, module) for name, module in model.named_modules()]
+        taken = [(name, module) for name, module in modules if self._spec.wants_module(name)]
         if not taken:
             patterns = ", ".join(self._spec.modules)
-            some = ", ".join([name for name, _ in model.named_modules() if name][:5])
+            some = ", ".join([name for name, _ in modules[1:6]])
             raise CaptureError(f"no module matches {patterns}; the model has {some}, … and ** takes all")
-        handles: list[Any] = []
-        for name, module in taken:
-            hook = self._tap(name, inspect.signature(module.forward))
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        return handles
+        return taken
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch, self._announced = self._announced or self._batches.read(args, kwargs), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from neuron_accuracy.subjects.info import SubjectInfo
 from neuron_accuracy.subjects.open import open_subject
 from neuron_core.errors import ConfigError
 
@@ -16,8 +17,8 @@ FULL = "float32"
 def completed(
     test: str, reference: str | None, baseline: str | None, options: Mapping[str, Mapping[str, str]]
 ) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Subjects by role, and their options: the reference is the test's model in transformers and, if the test is not of
-    float32, in its dtype, with a baseline in float32.
+    """Subjects by role, and their options: the reference is the test's model in transformers, in the dtypes of the test
+    and of its cache, with a baseline in float32 if those are others.
 
     Raises ``ConfigError`` where a server's model is not known.
     """
@@ -28,19 +29,21 @@ def completed(
             raise ConfigError("--reference", None, "must be given for a server; transformers:DIR works")
         reference = f"transformers:{model}"
     texts = {"test": test, "reference": reference}
-    if reference.startswith("transformers:") and "dtype" not in given["reference"]:
-        dtype = _dtype(test, given["test"])
-        if dtype not in (FULL, "unknown"):
-            given["reference"]["dtype"] = dtype
-            baseline = baseline or reference
+    if reference.startswith("transformers:"):
+        info = _info(test, given["test"])
+        own = {"dtype": (info.dtype, (FULL, "unknown")), "cache_dtype": (info.cache_dtype, ("auto",))}
+        for name, (value, full) in own.items():
+            if name not in given["reference"] and value not in full:
+                given["reference"][name] = value
+                baseline = baseline or reference
     if baseline is not None:
         texts["baseline"] = baseline
     return texts, given
 
 
-def _dtype(test: str, options: Mapping[str, str]) -> str:
+def _info(test: str, options: Mapping[str, str]) -> SubjectInfo:
     subject = open_subject(test, options)
     try:
-        return subject.info().dtype
+        return subject.info()
     finally:
         subject.close()

@@ -26,7 +26,7 @@ from neuron_accuracy.layout import Rows
 
 __all__ = ["CHUNK_ELEMENTS", "Progress", "compare_captures"]
 
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 18
 """Elements of a tensor that are held at a time, in float64 and in each of a dozen intermediate results."""
 
 Progress = Callable[[int, int, str], None]
@@ -93,7 +93,7 @@ class _Comparison:
             found = self._score(row)
             if found is not None:
                 scores.append(found)
-        if not scores or not any(item.tally.rows for item in scores):
+        if not scores and not any(item.severity is Severity.FAULT for item in self.findings):
             raise CaptureError(
                 f"{self.captures[0].folder} and {self.captures[1].folder} have no row of a tensor in common: "
                 "capture the same modules and positions in both"

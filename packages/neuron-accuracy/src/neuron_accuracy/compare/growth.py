@@ -20,6 +20,10 @@ __all__ = ["judge_growth"]
 MIN_KIND = 4
 """Modules of a kind from which what is usual for it can be told."""
 
+LEAST_USUAL = 0.5
+SPREADS = 12
+"""A kind whose errors grow now more, now less, as those of norms do, is given that many of its median deviations."""
+
 
 def judge_growth(scores: Sequence[Score], limits: Limits) -> None:
     """Add a reason to each output whose error its input does not explain: more than a few times the input's, or than is
@@ -36,8 +40,9 @@ def judge_growth(scores: Sequence[Score], limits: Limits) -> None:
         if item.is_input or given is None or not judged or given.tally.dtype is None:
             continue
         target = coarser(item.dtypes[0], item.dtypes[1])
-        made, error, given_error = limits.of(target).made, item.tally.rel_l2, given.tally.rel_l2
+        made, error, given_error = limits.of(target).made, item.tally.rel_l2, given.error
         if error > made + limits.growth * given_error and not item.reasons:
+            item.grew = True
             item.reasons.append(
                 f"rel_l2 {error:.3g} is above {made:g} and {limits.growth:g} times its input's {given_error:.3g}"
             )
@@ -51,10 +56,14 @@ def judge_growth(scores: Sequence[Score], limits: Limits) -> None:
 def _judge_kind(members: Sequence[tuple[Score, float]], limits: Limits) -> None:
     if len(members) < MIN_KIND:
         return
-    usual = median(growth for _, growth in members)
+    middle = median(growth for _, growth in members)
+    spread = median(abs(growth - middle) for _, growth in members)
+    usual = max(middle, LEAST_USUAL)
+    most = max(limits.growth * usual, usual + SPREADS * spread)
     for item, growth in members:
         least = torch.finfo(coarser(item.dtypes[0], item.dtypes[1])).eps / 2
-        if growth > limits.growth * usual and item.tally.rel_l2 > least and not item.reasons:
+        if growth > most and item.tally.rel_l2 > least and not item.reasons:
+            item.grew = True
             item.reasons.append(
                 f"its error is {growth:.2g} times its input's, {growth / usual:.2g} times what is usual for the "
                 f"{len(members)} modules of its kind"

@@ -31,7 +31,7 @@ def judge(
     """Set each tensor's verdict, and say which are to be looked at first: what makes an error, in the order it ran; if
     that cannot be told, what diverges first.
     """
-    if scores and len(scores[0].dtypes) == 2:
+    if scores and (len(scores[0].dtypes) == 2 or scores[0].dtypes[0] == scores[0].dtypes[1]):
         judge_growth(scores, limits)
     _set_verdicts(scores, limits)
     makes = [item for item in scores if item.verdict == "makes"]
@@ -92,8 +92,12 @@ def _explained(item: Score, given: Score, limits: Limits, after: bool) -> bool:
     if item.tally.not_finite:
         return False
     if after:
-        return given.tally.rel_l2 > item.allowed.made
-    return not item.local and item.tally.rel_l2 <= item.allowed.made + limits.growth * given.tally.rel_l2
+        return given.error > item.allowed.made / 4
+    return (
+        not item.local
+        and not item.grew
+        and item.tally.rel_l2 <= item.allowed.made + limits.growth * given.error
+    )
 
 
 def _finding(item: Score, scores: Sequence[Score]) -> Finding:

@@ -78,6 +78,8 @@ class Score:
     gains: list[Gain] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
     rows: list[RowSpan] = field(default_factory=list)
+    grew: bool = False
+    """Whether its error is one that its input does not explain."""
     input_rel_l2: float | None = None
     """Of the module's first input, if both runs have it."""
     verdict: str = "agrees"
@@ -92,6 +94,11 @@ class Score:
     def local(self) -> bool:
         """Whether it fails in a part of the tensor only."""
         return bool(self.gains or self.rows or self.sharper)
+
+    @property
+    def error(self) -> float:
+        """How far it is off for what is made of it: a few huge channels, as of a residual stream, hide no other."""
+        return max(self.tally.rel_l2, self.tally.even_l2)
 
     @property
     def is_input(self) -> bool:

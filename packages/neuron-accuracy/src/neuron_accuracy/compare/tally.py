@@ -155,6 +155,13 @@ class Tally:
         return ratio(math.sqrt(self.error_square), math.sqrt(self.reference_square))
 
     @property
+    def even_l2(self) -> float:
+        """As ``rel_l2``, each channel counting alike: the root mean square of what it is of each."""
+        error, reference = self.channels.dd.sum(0), self.channels.rr.sum(0)
+        known = reference > 0
+        return math.sqrt(float((error[known] / reference[known]).mean())) if bool(known.any()) else 0.0
+
+    @property
     def linf_rel(self) -> float:
         """Largest difference by the largest magnitude of the reference."""
         return ratio(self.linf, self.reference_max)

@@ -98,7 +98,7 @@ class ViewReader:
 
     def shape(self, dp: int, step: StepRecord) -> tuple[int, ...]:
         """Of the whole tensor, slices not taken; its rows are checked against the step's."""
-        layout, parts = self.view.layout, [stored for _, stored in self._stored(dp, step)]
+        layout, parts = self._layout(step), [stored for _, stored in self._stored(dp, step)]
         empty = [torch.empty(stored.shape, dtype=stored.dtype, device="meta") for stored in parts]
         shape = tuple(self._named(lambda: assemble(empty, layout)).shape)
         expected = {Rows.TOKENS: step.num_tokens, Rows.REQUESTS: step.num_seqs}.get(layout.rows)
@@ -113,21 +113,21 @@ class ViewReader:
         """Rows ``begin`` to ``end`` of the whole, ``[rows, features]``, in their dtype."""
         if self._is_small(dp, step):
             return self._features(self._small(dp, step)[1][begin:end])
-        layout = self.view.layout
+        layout = self._layout(step)
         stored = self._stored(dp, step)
         dealt = layout.sharding in (Sharding.SHARDED, Sharding.INTERLEAVED) and len(stored) > 1
         if dealt and layout.dim % len(stored[0][1].shape) == 0:
             return self._features(self._dealt_rows(dp, step, begin, end, stored))
-        parts = [self._load(dp, step, rank, begin, end) for rank, _ in self._needed(stored)]
+        parts = [self._load(dp, step, rank, begin, end) for rank, _ in self._needed(stored, step)]
         return self._features(self._named(lambda: assemble(parts, layout)))
 
     def everything(self, dp: int, step: StepRecord) -> Tensor:
         """The whole of a tensor that has no rows, as one row."""
-        stored = self._needed(self._stored(dp, step))
+        stored = self._needed(self._stored(dp, step), step)
         parts = [
             self.capture.load(self.view.module, self.view.tensor, step, rank, dp=dp) for rank, _ in stored
         ]
-        return self._named(lambda: assemble(parts, self.view.layout)).reshape(1, -1)
+        return self._named(lambda: assemble(parts, self._layout(step))).reshape(1, -1)
 
     def check(self, dp: int, step: StepRecord, chunk: int) -> list[str]:
         """Check the digests of a step's parts once, and that replicas agree; says which do not."""
@@ -136,7 +136,7 @@ class ViewReader:
         self._checked.add((dp, step.number))
         stored = self._stored(dp, step)
         if self._is_small(dp, step):
-            found = self._named(lambda: differing_replicas(self._small(dp, step)[0], self.view.layout))
+            found = self._named(lambda: differing_replicas(self._small(dp, step)[0], self._layout(step)))
             return [_differ(step, stored, found[0], 0)] if found else []
         for rank, _ in stored:
             self.capture.check(self.view.module, self.view.tensor, step, rank, dp=dp)
@@ -145,15 +145,15 @@ class ViewReader:
     def _differing(
         self, dp: int, step: StepRecord, stored: list[tuple[int, Stored]], chunk: int
     ) -> list[str]:
-        replicated = self.view.layout.sharding is Sharding.REPLICATED or any(
-            item.replicas > 1 for item in self.view.layout.slices
+        replicated = self._layout(step).sharding is Sharding.REPLICATED or any(
+            item.replicas > 1 for item in self._layout(step).slices
         )
         if len(stored) == 1 or not replicated or not stored[0][1].shape:
             return []
         for begin in range(0, stored[0][1].shape[0], chunk):
             end = min(begin + chunk, stored[0][1].shape[0])
             parts = [self._load(dp, step, rank, begin, end) for rank, _ in stored]
-            found = self._named(lambda: differing_replicas(parts, self.view.layout))  # noqa: B023
+            found = self._named(lambda: differing_replicas(parts, self._layout(step)))  # noqa: B023
             if found:
                 return [_differ(step, stored, found[0], begin)]
         return []
@@ -168,13 +168,13 @@ class ViewReader:
             view = self.view
             ranks = [rank for rank, _ in self._stored(dp, step)]
             parts = [self.capture.load(view.module, view.tensor, step, rank, dp=dp) for rank in ranks]
-            self._held = key, parts, self._named(lambda: assemble(parts, view.layout))
+            self._held = key, parts, self._named(lambda: assemble(parts, self._layout(step)))
         return self._held[1:]
 
     def _dealt_rows(
         self, dp: int, step: StepRecord, begin: int, end: int, stored: list[tuple[int, Stored]]
     ) -> Tensor:
-        if self.view.layout.sharding is Sharding.SHARDED:
+        if self._layout(step).sharding is Sharding.SHARDED:
             pieces, first = [], 0
             for rank, held in stored:
                 low, high = max(begin - first, 0), min(end - first, held.shape[0])
@@ -194,17 +194,18 @@ class ViewReader:
         assert whole is not None
         return whole
 
-    def _needed(self, stored: list[tuple[int, Stored]]) -> list[tuple[int, Stored]]:
-        return stored[:1] if self.view.layout.sharding is Sharding.REPLICATED else stored
+    def _needed(self, stored: list[tuple[int, Stored]], step: StepRecord) -> list[tuple[int, Stored]]:
+        return stored[:1] if self._layout(step).sharding is Sharding.REPLICATED else stored
 
     def _stored(self, dp: int, step: StepRecord) -> list[tuple[int, Stored]]:
         capture, view = self.capture, self.view
         ranks = capture.ranks(view.module, step, dp)
-        if view.layout.sharding is not Sharding.REPLICATED and len(ranks) != capture.run.ranks:
+        layout = self._layout(step)
+        if layout.sharding is not Sharding.REPLICATED and len(ranks) != capture.run.ranks:
             lost = sorted(set(range(capture.run.ranks)) - set(ranks))
             raise CaptureError(
                 f"{capture.folder}: ranks {lost} hold nothing of {view.source} in step {step.number}, but it is "
-                f"{view.layout.sharding} over {capture.run.ranks}; capture all ranks"
+                f"{layout.sharding} over {capture.run.ranks}; capture all ranks"
             )
         held = [(rank, capture.tensors(view.module, step, rank, dp).get(view.tensor)) for rank in ranks]
         return [(rank, self._present(stored, step, rank)) for rank, stored in held]
@@ -218,6 +219,10 @@ class ViewReader:
 
     def _load(self, dp: int, step: StepRecord, rank: int, begin: int, end: int) -> Tensor:
         return self.capture.load(self.view.module, self.view.tensor, step, rank, dp=dp, rows=(begin, end))
+
+    def _layout(self, step: StepRecord) -> TensorLayout:
+        """Of the tensor in this step: phases may differ."""
+        return self.capture.run.layout(self.view.module, self.view.tensor, step.phase)
 
     def _features(self, whole: Tensor) -> Tensor:
         if self.view.part is not None:

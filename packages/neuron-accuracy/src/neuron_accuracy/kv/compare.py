@@ -27,6 +27,7 @@ Progress = Callable[[int, int], None]
 """Called with how many of how many layers of requests are done."""
 
 _SPAN = 16
+_UNTOLD = {"unknown", "none", 0}
 
 
 def compare_caches(
@@ -42,13 +43,16 @@ def compare_caches(
     it as the reference is. Raises ``CaptureError`` when a capture has no caches or cannot be read, ``LayoutError`` when
     ranks do not make a cache or the models differ in layers, heads or head size.
     """
-    _check_same_tokens(test, reference)
+    notes = _check_same_tokens(test, reference)
     tests, references = caches_of(test), caches_of(reference)
     pairs, left, unused = pair_up(tests, references, [] if baseline is None else caches_of(baseline))
     findings = _unpaired(left, unused) + [item for pair in pairs for item in _shortened(pair)]
     if not pairs:
-        return _outcome(test, reference, findings, {})
-    return _Comparison(pairs, progress).run(test, reference, findings)
+        return _outcome(test, reference, findings + notes, {})
+    comparison = _Comparison(pairs, progress)
+    comparison.run()
+    findings += findings_of(comparison.judges, comparison.num_layers, comparison.num_heads)
+    return _outcome(test, reference, findings + notes, comparison.data())
 
 
 class _Comparison:
@@ -62,14 +66,12 @@ class _Comparison:
         self.limits = Limits(0.0, 0.0)
         self.dtypes: set[str] = set()
 
-    def run(self, test: Capture, reference: Capture, findings: list[Finding]) -> Outcome:
+    def run(self) -> None:
         total = self.num_layers * len(self.pairs)
         for layer in range(self.num_layers):
             for index in range(len(self.pairs)):
                 self._layer(index, layer)
                 self.progress(layer * len(self.pairs) + index + 1, total)
-        findings = findings + findings_of(self.judges, self.num_layers, self.num_heads)
-        return _outcome(test, reference, findings, self._data())
 
     def _layer(self, index: int, layer: int) -> None:
         pair, judge = self.pairs[index], self.judges[index]
@@ -122,7 +124,7 @@ class _Comparison:
             head, position = _from_baseline(of_reference)
         return Sight(part, layer, ours, truth, positions, figures, head, position, limits)
 
-    def _data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
         dtypes = sorted({dtype.removeprefix("torch.") for dtype in self.dtypes})
         both = zip(self.judges, self.requests, strict=True)
         return {
@@ -237,14 +239,19 @@ def _shortened(pair: Pair) -> list[Finding]:
     ]
 
 
-def _check_same_tokens(test: Capture, reference: Capture) -> None:
+def _check_same_tokens(test: Capture, reference: Capture) -> list[Finding]:
+    """Raise ``CaptureError`` if token ids mean different things; a note if weights are others."""
     ours, theirs = test.run.info, reference.run.info
     for name in ("vocab_size", "tokenizer"):
         a, b = getattr(ours, name), getattr(theirs, name)
-        if a != b and "unknown" not in (a, b):
+        if a != b and not {a, b} & _UNTOLD:
             raise CaptureError(
                 f"{test.folder} has {name} {a!r}, {reference.folder} {b!r}: token ids mean different things"
             )
+    if ours.revision == theirs.revision or {ours.revision, theirs.revision} & _UNTOLD:
+        return []
+    detail = f"the test has revision {ours.revision[:12]} and the reference {theirs.revision[:12]}"
+    return [Finding(Level.INPUT, "other weights", label(ours), detail, Severity.NOTE)]
 
 
 def _outcome(test: Capture, reference: Capture, findings: list[Finding], data: dict[str, Any]) -> Outcome:

@@ -55,6 +55,7 @@ class GoldenKey:
             "revision": self.info.revision,
             "tokenizer": self.info.tokenizer,
             "dtype": self.info.dtype,
+            "cache_dtype": self.info.cache_dtype,
             "prompts": [list(prompt) for prompt in self.prompts],
             "num_tokens": self.num_tokens,
             "top": self.top,

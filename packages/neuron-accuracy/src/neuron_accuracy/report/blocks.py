@@ -5,7 +5,8 @@
   ``title`` and ``limit`` are drawn with it, and ``scale: linear`` keeps it off a logarithmic one;
 * a mapping with ``lines`` (``name``, ``values``) is a line chart over ``x`` (``name``, ``values``), with ``y`` and
   ``limit``;
-* a mapping of equally long lists of numbers is a line chart over its first list, and its columns are a table;
+* a mapping of equally long lists of numbers is line charts over its first list, and its columns are their tables;
+* a mapping of mappings with the same few keys is a table;
 * a list of mappings is a table; what of them does not fit into a cell is drawn below, a group for each;
 * other scalars are facts.
 """
@@ -13,84 +14,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from neuron_accuracy.report.elements import Block, Chart, Facts, Group, Line, Table
 from neuron_accuracy.report.numbers import Cell, cell, is_number, label, titled
 
-__all__ = ["Block", "Chart", "Facts", "Group", "Table", "blocks_of"]
+__all__ = ["blocks_of"]
 
 _INLINE = 8
 """Scalars of a list that are written into one cell; longer lists are drawn."""
+_COLUMNS = 16
+"""Scalars of a mapping in a record that become columns; of larger ones each record has a group."""
+_CHARTED = 4
+"""Fewest rows of which a chart shows more than the table."""
+_ERRORS = ("rel_l2", "relative_l2", "input_rel_l2")
+MOST_LINES = 6
+"""Lines of a chart; as many colours, dashes and markers as there are."""
 _NAMES = ("title", "name", "request", "prompt", "task", "module", "text")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Names and values."""
-
-    title: str
-    items: Sequence[tuple[str, Cell]]
-    kind: str = "facts"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows under column headings; with ``headed`` the first cell of a row is its heading."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    headed: bool = True
-    kind: str = "table"
-
-    @property
-    def numeric(self) -> list[bool]:
-        """Per column, whether it holds numbers, which stand at its right."""
-        return [
-            any(row[place].number for row in self.rows if place < len(row))
-            for place in range(len(self.columns))
-        ]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart; None where there is no number."""
-
-    name: str
-    values: Sequence[float | None]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A heat map (``cells``) or a line chart (``lines``), and the table of the same numbers."""
-
-    title: str
-    x: str
-    y: str
-    xs: Sequence[Any]
-    table: Table
-    lines: Sequence[Line] = ()
-    ys: Sequence[Any] = ()
-    cells: Sequence[Sequence[float | None]] = ()
-    limit: float | None = None
-    linear: bool = False
-    """Never on a logarithmic scale."""
-    others: Sequence[tuple[str, Cell]] = ()
-    """Whatever else the data says of it."""
-    kind: str = "chart"
-
-
-@dataclass(frozen=True)
-class Group:
-    """Blocks under a heading that can be folded."""
-
-    title: str
-    blocks: Sequence[Block] = field(default_factory=tuple)
-    kind: str = "group"
-
-
-Block = Facts | Table | Chart | Group
 
 
 def blocks_of(title: str, data: Any) -> list[Block]:
@@ -113,7 +53,9 @@ def _mapping(title: str, data: Mapping[str, Any]) -> list[Block]:
     if _is_lines(data):
         return [_lines(title, data)]
     if (columns := _columns(data)) is not None:
-        return [_column_chart(title, columns)]
+        return _column_charts(title, columns)
+    if (table := _same_keys(title, data)) is not None:
+        return [table]
     facts = [(label(key), cell(value)) for key, value in data.items() if _fits(value)]
     if facts and len(facts) == len(data) and not named:
         return [Facts(title, facts)]
@@ -132,7 +74,7 @@ def _list(title: str, data: list[Any]) -> list[Block]:
     if _is_rectangle(data):
         return [_heat_map(title, {"values": data})]
     if all(map(is_number, data)) and not _are_ids(title, data):
-        return [_column_chart(title, {"number": [*range(len(data))], title or "value": data})]
+        return _column_charts(title, {"number": [*range(len(data))], title or "value": data})
     if all(map(_is_scalar, data)):
         return [Facts("", [(title, cell(data))])]
     inside: list[Block] = []
@@ -145,31 +87,80 @@ def _records(title: str, data: list[Mapping[str, Any]]) -> list[Block]:
     """A table of what fits into cells, then what does not."""
     if all(_is_heat_map(item) or _is_lines(item) for item in data):
         return [block for number, item in enumerate(data) for block in blocks_of(f"{title} {number}", item)]
+    data = _flattened(data)
     keys = list(dict.fromkeys(key for item in data for key in item))
     flat = [key for key in keys if all(_fits(item.get(key)) for item in data)]
     rest = [key for key in keys if key not in flat]
     groups = []
     for number, item in enumerate(data):
-        inside = [b for key in rest if key in item for b in blocks_of(titled(key), item[key])]
+        inside = _mapping("", {key: item[key] for key in rest if key in item})
         if inside:
             groups.append(Group(_name_of(item, title, number), inside))
     blocks: list[Block] = []
-    only_titles = flat == ["title"] and len(groups) == len(data) and all(_is_title(item) for item in data)
-    if flat and not only_titles:
+    if flat and not (len(groups) == len(data) and all(_is_named(item, flat) for item in data)):
         rows = [[cell(item[key]) if key in item else Cell("") for key in flat] for item in data]
-        blocks.append(Table("" if rest else title, [label(key) for key in flat], rows))
+        blocks += _in_order(title, data)
+        blocks.append(Table("" if rest or blocks else title, [label(key) for key in flat], rows))
     blocks += groups
-    return [Group(title, blocks)] if rest and title else blocks
+    return [Group(title, blocks)] if title and (rest or len(blocks) > 1) else blocks
 
 
-def _is_title(item: Mapping[str, Any]) -> bool:
-    return isinstance(item.get("title"), str)
+def _flattened(data: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Small mappings of scalars become columns of their own."""
+    keys = dict.fromkeys(key for item in data for key, value in item.items() if isinstance(value, Mapping))
+    small = {key for key in keys if all(_is_small(item.get(key)) for item in data)}
+    found: list[Mapping[str, Any]] = []
+    for item in data:
+        wide: dict[str, Any] = {}
+        for key, value in item.items():
+            wide |= _leaves(key, value) if key in small else {key: value}
+        found.append(wide)
+    return found
+
+
+def _is_small(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return value is None
+    leaves = _leaves("", value).values()
+    return 0 < len(leaves) <= _COLUMNS and all(map(_is_scalar, leaves))
+
+
+def _leaves(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not value:
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= _leaves(f"{name}: {key}" if name else str(key), item)
+    return found
+
+
+def _in_order(title: str, data: list[Mapping[str, Any]]) -> list[Block]:
+    """A chart of where the errors of named rows begin, such as a model's modules in the order they ran."""
+    first = next(iter(data[0]), "")
+    names = [item.get(first) for item in data]
+    errors = [key for key in _ERRORS if any(isinstance(item.get(key), float) for item in data)]
+    if len(data) < _CHARTED or not errors or not all(isinstance(name, str) for name in names):
+        return []
+    columns = {key: [item.get(key) for item in data] for key in errors}
+    lines = [Line(label(key), [*map(_drawn, held)]) for key, held in columns.items()]
+    rows = [
+        [cell(name), *(cell(held[place]) for held in columns.values())] for place, name in enumerate(names)
+    ]
+    table = Table(title, [label(first), *map(label, errors)], rows)
+    return [Chart(f"{title}: where errors begin", label(first), label(errors[0]), names, table, lines=lines)]
+
+
+def _is_named(item: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Whether all that a table would say of it is its name, which its group has as its heading."""
+    return len(keys) == 1 and keys[0] in _NAMES and isinstance(item.get(keys[0]), str)
 
 
 def _name_of(item: Mapping[str, Any], title: str, number: int) -> str:
     for key in _NAMES:
-        if _is_scalar(item.get(key)) and item.get(key) is not None:
-            return str(item[key]) if key in ("title", "text") else f"{label(key)} {item[key]}"
+        value = item.get(key)
+        if value is not None and _is_scalar(value):
+            said = str(value)
+            return said if isinstance(value, str) else f"{label(key)} {said}"
     return f"{title} {number}".strip()
 
 
@@ -244,7 +235,8 @@ def _columns(data: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]] 
         else:
             return None
     lengths = {len(column) for column in found.values() if column}
-    return found if len(lengths) == 1 and (prefix or lengths.pop() > 1) else None
+    direct = any(isinstance(value, list | tuple) for value in data.values())
+    return found if len(lengths) == 1 and (prefix or (direct and lengths.pop() > 1)) else None
 
 
 def _heat_map(title: str, data: Mapping[str, Any]) -> Chart:
@@ -298,17 +290,45 @@ def _lines(title: str, data: Mapping[str, Any]) -> Chart:
     )
 
 
-def _column_chart(title: str, columns: Mapping[str, list[Any]]) -> Chart:
-    """The first column counts if it holds rising integers, otherwise rows are numbered."""
+def _column_charts(title: str, columns: Mapping[str, list[Any]]) -> list[Block]:
+    """The first column counts if it holds rising integers, otherwise rows are numbered.
+
+    Columns of a nested mapping have a chart of their own, and no chart more lines than can be told apart.
+    """
     count = max(map(len, columns.values()))
     full = {name: held or [None] * count for name, held in columns.items()}
     first = next(iter(full))
     rising = all(isinstance(item, int) for item in full[first]) and full[first] == sorted(set(full[first]))
     if not rising or len(full) == 1:
         first, full = "number", {"number": [*range(count)], **full}
-    lines = [Line(name, [*map(_drawn, held)]) for name, held in full.items() if name != first]
-    table = Table(title, [*full], [[*map(cell, row)] for row in zip(*full.values(), strict=True)])
-    return Chart(title, first, "", full[first], table, lines=lines)
+    families: dict[str, list[str]] = {}
+    for name in full:
+        if name != first:
+            families.setdefault(name.rpartition(": ")[0], []).append(name)
+    charts: list[Block] = []
+    for family, names in families.items():
+        for begin in range(0, len(names), MOST_LINES):
+            heading = ": ".join(part for part in (title, family) if part)
+            charts.append(_column_chart(heading, first, full, names[begin : begin + MOST_LINES]))
+    return charts
+
+
+def _column_chart(title: str, first: str, columns: Mapping[str, list[Any]], names: Sequence[str]) -> Chart:
+    lines = [Line(name.rpartition(": ")[2], [*map(_drawn, columns[name])]) for name in names]
+    rows = zip(columns[first], *(columns[name] for name in names), strict=True)
+    table = Table(title, [first, *names], [[*map(cell, row)] for row in rows])
+    return Chart(title, first, "", columns[first], table, lines=lines)
+
+
+def _same_keys(title: str, data: Mapping[str, Any]) -> Table | None:
+    rows = list(data.values())
+    if len(rows) < 2 or not all(_is_small(row) and row is not None for row in rows):
+        return None
+    keys = [_leaves("", row) for row in rows]
+    if any(list(row) != list(keys[0]) for row in keys):
+        return None
+    cells = [[cell(name), *map(cell, row.values())] for name, row in zip(data, keys, strict=True)]
+    return Table(title, ["", *map(label, keys[0])], cells)
 
 
 def _drawn(value: Any) -> float | None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from neuron_accuracy.report.blocks import Chart
+from neuron_accuracy.report.elements import Chart
 
 __all__ = ["figure", "summary"]
 
@@ -20,6 +20,8 @@ _MARKED_POINTS = 80
 """Lines with more points have no markers."""
 _DECADES = 2.0
 """Positive numbers that span more are drawn on a logarithmic scale."""
+_TICKS, _NAME = 16, 24
+"""Most ticks of an axis, and most characters of a name at one."""
 _ROW_PX, _MIN_PX, _MAX_PX = 18, 240, 760
 
 
@@ -125,12 +127,26 @@ def _lines(made: Any, go: Any, chart: Chart) -> None:
             line={"dash": "5px 4px", "width": 1.5, "color": "#808080"},
             annotation={"text": f"limit {limit:.3g}", "xanchor": "right"},
         )
-    title = ", ".join([chart.y] * bool(chart.y) + ["0 is the lower edge"] * (logarithmic and 0 in numbers))
-    made.update_xaxes(title=_plain(chart.x), zeroline=False, nticks=16, automargin=True)
-    made.update_yaxes(title=_plain(title), zeroline=False, exponentformat="e", automargin=True)
+        # Shapes stand at numbers, annotations at their logarithms.
+        made.layout.annotations[0].y = math.log10(limit) if logarithmic else limit
+    unit = chart.y or (drawn[0].name if len(drawn) == 1 else "")
+    title = ", ".join([unit] * bool(unit) + ["0 is the lower edge"] * (logarithmic and 0 in numbers))
+    made.update_xaxes(title=_plain(chart.x), zeroline=False, automargin=True, **_ticks(chart.xs))
+    made.update_yaxes(
+        title={"text": _plain(title), "standoff": 12}, zeroline=False, exponentformat="e", automargin=True
+    )
     if logarithmic:
         made.update_yaxes(type="log", dtick=_decades_a_tick(numbers))
     made.update_layout(height=320, showlegend=len(drawn) > 1)
+
+
+def _ticks(xs: Sequence[Any]) -> dict[str, Any]:
+    """Names are shown by their ends, as many as there is room for."""
+    if not any(isinstance(x, str) for x in xs):
+        return {"nticks": _TICKS}
+    shown = range(0, len(xs), max(1, len(xs) // _TICKS))
+    text = [_plain(name if len(name) <= _NAME else "…" + name[1 - _NAME :]) for name in map(str, xs)]
+    return {"type": "category", "tickvals": [*shown], "ticktext": [text[place] for place in shown]}
 
 
 def _decades_a_tick(numbers: Sequence[float]) -> int:

@@ -11,7 +11,7 @@ __all__ = ["Cell", "cell", "is_number", "label", "titled"]
 
 _DIGITS = 4
 _UNITS = {"_bytes": "bytes", "_ms": "ms", "_s": "s", "_percent": "%"}
-_WORDS = {"l2": "L2", "linf": "L∞", "kv": "KV", "id": "ID", "ulp": "ULP", "fp8": "FP8"}
+_WORDS = {"l2": "L2", "linf": "L∞", "kv": "KV", "id": "ID", "ulp": "ULP", "fp8": "FP8", "bc": "BC"}
 _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -33,10 +33,18 @@ def is_number(value: Any) -> bool:
 
 
 def label(name: object) -> str:
-    """A key of the data in words, with its unit if it ends in one: ``size_bytes`` is ``size (bytes)``."""
-    text = str(name)
+    """A key of the data in words, other names as they are.
+
+    A unit at its end is told: ``size_bytes`` is ``size (bytes)``.
+    """
+    return ": ".join(map(_words, str(name).split(": ")))
+
+
+def _words(text: str) -> str:
+    if not text.isidentifier():
+        return text
     unit = next((suffix for suffix in _UNITS if text.endswith(suffix) and text != suffix), "")
-    words = text.removesuffix(unit).replace("_", " ").split(" ")
+    words = text.removesuffix(unit).split("_")
     shown = " ".join(_WORDS.get(word, word) for word in words)
     return f"{shown} ({_UNITS[unit]})" if unit else shown
 

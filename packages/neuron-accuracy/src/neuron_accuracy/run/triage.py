@@ -6,18 +6,20 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from neuron_accuracy.capture.reader import Capture
 from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_accuracy.compare.captures import compare_captures
+from neuron_accuracy.compare.local import check_modules, leaves
 from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Finding, Level, Outcome, Severity
 from neuron_accuracy.kv.compare import compare_caches
 from neuron_accuracy.logits.validate import validate_logits
-from neuron_accuracy.run.limits import limits_of
 from neuron_accuracy.run.place import first_to_look_at
 from neuron_accuracy.sampling.check import check_sampling
 from neuron_accuracy.subjects.protocol import Sampling, Subject
@@ -115,14 +117,12 @@ class Triage:
         return self.tasks()
 
     def _prompt(self) -> Outcome:
-        limits = limits_of(self.roles)
         return validate_logits(
             self.roles.test,
-            self.roles.truth if limits.one_reference else self.roles.reference,
+            self.roles.reference,
             self.prompts,
             self.num_tokens,
-            baseline=None if limits.one_reference else self.roles.baseline,
-            limits=limits.logits,
+            baseline=self.roles.baseline,
             texts=self.texts,
         )
 
@@ -135,21 +135,25 @@ class Triage:
         if (lacking := self._lacking("kv")) is not None:
             return self._left_out("kv", "KV caches", Level.KV, lacking)
         captures = self._captures()
-        baseline = None if limits_of(self.roles).one_reference else captures.get("baseline")
-        truth = (
-            captures["reference"] if baseline is not None else captures.get("baseline", captures["reference"])
-        )
-        return compare_caches(captures["test"], truth, baseline)
+        return compare_caches(captures["test"], captures["reference"], captures.get("baseline"))
 
     def _tensor(self) -> Outcome:
         if (lacking := self._lacking("capture")) is not None:
             return self._left_out("compare", "Tensors", Level.TENSOR, lacking)
-        captures, limits = self._captures(), limits_of(self.roles)
-        baseline = None if limits.one_reference else captures.get("baseline")
-        truth = (
-            captures["reference"] if baseline is not None else captures.get("baseline", captures["reference"])
-        )
-        return compare_captures(captures["test"], truth, baseline, limits=limits.tensors)
+        captures = self._captures()
+        outcome = compare_captures(captures["test"], captures["reference"], captures.get("baseline"))
+        return self._with_own_errors(outcome, captures["test"])
+
+    def _with_own_errors(self, outcome: Outcome, test: Capture) -> Outcome:
+        """What each module makes by itself, where the reference is a model whose modules can be called."""
+        model = getattr(self.roles.reference, "model", None)
+        if not isinstance(model, nn.Module):
+            return outcome
+        findings, errors = check_modules(test, leaves(model))
+        known = {finding.where.partition(":")[0] for finding in outcome.faults}
+        new = [finding for finding in findings if finding.where.partition(":")[0] not in known]
+        rows = [{**asdict(error), "passes": error.passes} for error in errors]
+        return replace(outcome, findings=[*new, *outcome.findings], data={**outcome.data, "own_errors": rows})
 
     def _lacking(self, ability: str) -> str | None:
         lacking = [

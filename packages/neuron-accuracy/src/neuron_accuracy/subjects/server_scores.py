@@ -53,7 +53,8 @@ def scores_of_rows(begin: int, tokens: Sequence[int], rows: Sequence[Row], top: 
     """
     if short := [len(row) for row in rows if len(row) < top]:
         raise SubjectError(
-            f"{url}: gives {min(short)} log-probabilities where {top} were asked for; ask for {min(short)}"
+            f"{url}: gives {min(short)} log-probabilities, the token's own among them, where {top} were asked for; "
+            f"ask for {max(min(short) - 1, 1)}"
         )
     # NaN first: a row that has one must not lose it among the unlikely.
     ranked = [

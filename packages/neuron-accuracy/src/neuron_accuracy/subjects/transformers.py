@@ -25,12 +25,13 @@ from neuron_core.errors import ConfigError, unknown_name_hint
 __all__ = ["ABILITIES", "TransformersSubject", "open_transformers"]
 
 ABILITIES = frozenset({"logits", "generate", "capture", "kv", "replace"})
+CACHES = ("auto", "float8_e4m3fn", "float8_e5m2")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-_DEFAULTS = {"dtype": "float32", "attention": "sdpa", "device": "cpu"}
+_DEFAULTS = {"dtype": "float32", "cache_dtype": "auto", "attention": "sdpa", "device": "cpu"}
 
 
 def open_transformers(model: str, options: Mapping[str, Any]) -> TransformersSubject:
-    """A folder, or a name that is in the hub's cache; options ``dtype``, ``attention``, ``device``.
+    """A folder, or a name that is in the hub's cache; options ``dtype``, ``cache_dtype``, ``attention``, ``device``.
 
     Nothing is downloaded. Raises ``SubjectError`` if there is no such model, ``ConfigError`` on a wrong option.
     """
@@ -41,6 +42,9 @@ def open_transformers(model: str, options: Mapping[str, Any]) -> TransformersSub
             given["dtype"],
             f"no such dtype; {unknown_name_hint(given['dtype'], DTYPES)}",
         )
+    if given["cache_dtype"] not in CACHES:
+        hint = f"no such dtype of a cache; {unknown_name_hint(given['cache_dtype'], CACHES)}"
+        raise ConfigError("transformers.cache_dtype", given["cache_dtype"], hint)
     folder = _folder(model)
     tokenizer = _tokenizer(folder)
     info = SubjectInfo(
@@ -51,6 +55,7 @@ def open_transformers(model: str, options: Mapping[str, Any]) -> TransformersSub
         vocab_size=_vocab_size(folder),
         tokenizer=vocabulary_digest(tokenizer),
         abilities=ABILITIES,
+        cache_dtype=given["cache_dtype"],
     )
     return TransformersSubject(lambda: _load(folder, given), tokenizer, info)
 
@@ -146,7 +151,7 @@ class TransformersSubject:
         sequences = [
             (*self._checked(prompt), *tokens[:-1]) for prompt, tokens in _pairs(prompts, continuations)
         ]
-        capture_sequences(self.model, self._info, sequences, spec, folder, self._running)
+        capture_sequences(self.model, self._info, sequences, spec, folder, self._running, self._cache)
 
     def close(self) -> None:
         """Release the model."""
@@ -157,7 +162,15 @@ class TransformersSubject:
     def _running(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.during is None else self.during()
 
-    @torch.inference_mode()
+    def _cache(self) -> Any:
+        from transformers import DynamicCache
+
+        from neuron_accuracy.subjects.quantised_cache import CACHE_DTYPES, QuantisedCache
+
+        dtype = self._info.cache_dtype
+        return DynamicCache() if dtype == "auto" else QuantisedCache(CACHE_DTYPES[dtype])
+
+    @torch.no_grad()
     def _forward(self, tokens: Sequence[int], cache: Any, keep: int) -> torch.Tensor:
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self.model.device)
         with self._running():
@@ -166,7 +179,8 @@ class TransformersSubject:
         return logits[0].float().cpu()
 
     def _force(self, prompt: tuple[int, ...], tokens: tuple[int, ...], top: int) -> Scores:
-        logits = self._forward((*prompt, *tokens[:-1]), None, len(tokens))
+        cache = None if self._info.cache_dtype == "auto" else self._cache()
+        logits = self._forward((*prompt, *tokens[:-1]), cache, len(tokens))
         return scores_of(logits[-len(tokens) :], tokens, len(prompt), top)
 
     def _generate(self, prompt: tuple[int, ...], num_tokens: int, how: Sampling, top: int) -> Generation:
@@ -185,10 +199,8 @@ class TransformersSubject:
 
     def _prefilled(self, prompt: tuple[int, ...], *, copied: bool) -> tuple[torch.Tensor, Any]:
         """The last row's logits after a prompt and its cache; many draws after one prompt share the pass."""
-        from transformers import DynamicCache
-
         if self._prefill is None or self._prefill[0] != prompt:
-            cache = DynamicCache()
+            cache = self._cache()
             self._prefill = (prompt, self._forward(prompt, cache, 1), cache)
         _, logits, cache = self._prefill
         return logits, copy.deepcopy(cache) if copied else cache

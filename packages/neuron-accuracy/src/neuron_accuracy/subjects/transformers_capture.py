@@ -28,20 +28,19 @@ def capture_sequences(
     spec: CaptureSpec,
     folder: Path,
     running: Callable[[], AbstractContextManager[Any]],
+    make_cache: Callable[[], Any],
 ) -> None:
     """Run each sequence in one forward pass within ``running()`` and write what ``spec`` selects to ``folder``.
 
     Step i is sequence i, of request ``request-<i>``. Raises ``CaptureError``.
     """
-    from transformers import DynamicCache
-
     writer = CaptureWriter(folder, spec, RunRecord(info, ranks=1))
     taps = capture_modules(model, spec, writer) if spec.modules else nullcontext()
     with taps as hooks:
         for number, tokens in enumerate(sequences):
             if hooks is not None:
                 hooks.announce(_step(number, tokens), torch.ones(1, len(tokens), dtype=torch.bool))
-            cache = DynamicCache()
+            cache = make_cache()
             ids = torch.tensor([tokens], dtype=torch.int64, device=model.device)
             with running():
                 model(ids, past_key_values=cache, use_cache=True)

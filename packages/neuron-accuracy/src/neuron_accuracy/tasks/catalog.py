@@ -14,7 +14,7 @@ import yaml
 from neuron_accuracy.errors import AccuracyError
 from neuron_core.errors import unknown_name_hint
 
-__all__ = ["TASKS", "TaskInfo", "load_spec", "task_infos"]
+__all__ = ["TASKS", "TaskInfo", "definitions", "load_spec", "task_infos"]
 
 _DATA = Path(__file__).parent / "data"
 
@@ -33,7 +33,7 @@ class TaskInfo:
 TASKS = {
     info.name: info
     for info in (
-        TaskInfo("cloze", "acc,none", local=True),
+        TaskInfo("cloze", "acc_norm,none", local=True),
         TaskInfo("arithmetic", "exact_match,number", local=True),
         TaskInfo("gsm8k", "exact_match,flexible-extract", local=False),
         TaskInfo("ifeval", "prompt_level_strict_acc,none", local=False),
@@ -52,6 +52,13 @@ def task_infos(names: Sequence[str]) -> list[TaskInfo]:
     if len(set(names)) < len(names):
         raise AccuracyError(f"tasks {', '.join(names)}: one is named twice")
     return [TASKS[name] for name in names]
+
+
+def definitions(info: TaskInfo) -> list[str]:
+    """Folders where lm-eval finds a task's definition; reading all of its thousands would take seconds."""
+    import lm_eval.tasks
+
+    return [] if info.local else [str(Path(lm_eval.tasks.__file__).parent / info.name)]
 
 
 def load_spec(info: TaskInfo) -> str | dict[str, Any]:

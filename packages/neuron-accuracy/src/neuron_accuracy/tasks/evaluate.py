@@ -11,7 +11,7 @@ from typing import Any
 
 from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.subjects.protocol import Subject
-from neuron_accuracy.tasks.catalog import TASKS, TaskInfo, load_spec
+from neuron_accuracy.tasks.catalog import TASKS, TaskInfo, definitions, load_spec
 from neuron_core.errors import NeuronError
 
 __all__ = ["Sample", "Scored", "TaskScores", "evaluate", "local_completions", "needs_lm_eval"]
@@ -104,7 +104,7 @@ def _evaluated(model: Any, info: TaskInfo, limit: int | None) -> TaskScores:
             tasks=[load_spec(info)],
             limit=limit,
             bootstrap_iters=1000,
-            task_manager=TaskManager(include_defaults=not info.local),
+            task_manager=TaskManager(include_defaults=False, include_path=definitions(info)),
         )
     except NeuronError:
         raise
@@ -154,7 +154,7 @@ def _samples(results: Mapping[str, Any], info: TaskInfo) -> list[Sample]:
                     place=f"{task}/{sample['doc_id']}",
                     prompt=str(sample["arguments"][0][0]),
                     target=_target(sample),
-                    answer=_answer(sample),
+                    answer=_answer(sample, metric),
                     right=float(sample[metric]) >= 1.0,
                 )
             )
@@ -169,10 +169,12 @@ def _target(sample: Mapping[str, Any]) -> str:
     return str(choices[target]) if isinstance(target, int) and len(choices) > 1 else str(target)
 
 
-def _answer(sample: Mapping[str, Any]) -> str:
-    """What a generation was after its filter, or the likeliest of choices."""
+def _answer(sample: Mapping[str, Any], metric: str) -> str:
+    """What a generation was after its filter, or the likeliest of choices, per letter if the metric says so."""
     answers = sample["filtered_resps"]
     if len(answers) == 1:
         return str(answers[0])
-    values = [float(answer[0]) for answer in answers]
-    return str(sample["arguments"][values.index(max(values))][1])
+    texts = [str(arguments[1]) for arguments in sample["arguments"]]
+    letters = [len(text.strip()) if metric == "acc_norm" else 1 for text in texts]
+    values = [float(answer[0]) / count for answer, count in zip(answers, letters, strict=True)]
+    return texts[values.index(max(values))]

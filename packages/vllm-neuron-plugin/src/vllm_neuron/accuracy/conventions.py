@@ -12,6 +12,7 @@ from neuron_accuracy.layout import Rows, Sharding, Slice, TensorLayout
 from neuron_core.graphs.buckets import Phase
 from neuron_core.graphs.taps import Tap
 from neuron_models.attention import PagedAttention
+from neuron_models.llama.model import LlamaDecoderLayer
 from neuron_models.rope import RotaryTable
 from neuron_parallel import (
     ColumnParallelLinear,
@@ -21,7 +22,7 @@ from neuron_parallel import (
     VocabParallelEmbedding,
 )
 
-__all__ = ["as_rows", "layouts", "names"]
+__all__ = ["as_rows", "is_shared", "layouts", "names"]
 
 SPLIT_ROWS = TensorLayout(Sharding.SHARDED, dim=0)
 """Prefill with more than one rank: the tokens between blocks are split over them."""
@@ -33,6 +34,16 @@ def as_rows(model: nn.Module, tap: Tap, tensor: Tensor) -> Tensor:
     owner = _module(model, tap.module)
     is_table = isinstance(owner, RotaryTable) and tap.tensor.startswith("output.")
     return torch.cat((flat, flat), dim=-1) if is_table else flat
+
+
+def is_shared(model: nn.Module, tap: Tap) -> bool:
+    """Whether a tensor is handed to every layer alike (positions, block tables, the rank): it is no layer's own."""
+    kind, _, index = tap.tensor.partition(".")
+    if kind != "input":
+        return False
+    owner = _module(model, tap.module)
+    is_layer = isinstance(owner, LlamaDecoderLayer) and int(index.partition("@")[0]) > 1
+    return is_layer or (isinstance(owner, VocabParallelEmbedding) and index != "0")
 
 
 def layouts(model: nn.Module, size: int) -> dict[str, TensorLayout]:

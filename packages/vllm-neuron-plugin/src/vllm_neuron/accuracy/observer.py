@@ -12,7 +12,8 @@ from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_core.errors import ConfigError, unknown_name_hint
 from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.compiled import Watch
-from neuron_core.graphs.taps import TappedProgram, Taps
+from neuron_core.graphs.taps import Tap, TappedProgram, Taps
+from vllm_neuron.accuracy.conventions import is_shared
 from vllm_neuron.accuracy.recorder import Recorder
 from vllm_neuron.accuracy.replacement import Replacement
 from vllm_neuron.accuracy.snapshots import SnapshotTaker
@@ -36,6 +37,7 @@ class AccuracyObserver:
         self.recorder = recorder
         self.replacement = replacement
         self.snapshots = snapshots
+        self._model = model
         self.taps = Taps(model, self._wants, self._may_put)
         self._called: set[str] = set()
         self._named = frozenset(name for name, _ in model.named_modules())
@@ -94,6 +96,8 @@ class AccuracyObserver:
 
     def _wants(self, module: str, tensor: str) -> bool:
         if module not in self._named:  # a part's own, all of whose tensors are those of modules in it
+            return False
+        if is_shared(self._model, Tap(module, tensor)):
             return False
         self._called.add(module)
         spec = self.recorder.spec if self.recorder is not None else None

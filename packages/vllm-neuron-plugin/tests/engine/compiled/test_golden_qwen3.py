@@ -7,37 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(scope="module")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config).float()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:  # all ones would hide a norm that is left out
-                parameter.uniform_(0.5, 1.5)
-    folder = tmp_path_factory.mktemp("tiny-qwen3")
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

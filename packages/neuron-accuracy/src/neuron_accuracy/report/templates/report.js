@@ -8,6 +8,8 @@
   const draw = (chart, width) => {
     chart.dataset.drawn = width ? "print" : "screen";
     const { data, layout } = JSON.parse(document.getElementById(chart.dataset.figure).textContent);
+    // In a narrow column the legend stands in a column too.
+    if (layout.showlegend && (width ?? chart.clientWidth) < 480) layout.height += 20 * data.length;
     Plotly.react(chart, data, width ? { ...layout, width } : layout, settings);
   };
   const near = new IntersectionObserver((entries) => {
@@ -31,7 +33,7 @@
   const paper = (chart) => (chart.closest(".maps") ? 310 : 640);
   let folded = [];
   addEventListener("beforeprint", () => {
-    folded = [...document.querySelectorAll("details.group:not([open])")];
+    folded = [...document.querySelectorAll("details:is(.group, .rows):not([open])")];
     folded.forEach((details) => { details.open = true; });
     charts.forEach((chart) => draw(chart, paper(chart)));
   });
