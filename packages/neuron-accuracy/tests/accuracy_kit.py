@@ -70,7 +70,8 @@ class TinyServer:
 
     ``offers`` names what it does: ``logprobs``, ``prompt_logprobs``, ``echo``, ``token_ids`` (names tokens by id),
     ``ids`` (takes prompts of token ids), ``tokenize``, ``limits`` (honours top_p, top_k and min_p). ``most`` is how
-    many log-probabilities it gives. ``edit`` may change a row of logits. ``status`` is answered to every completion, if set.
+    many log-probabilities it gives. ``edit`` may change a row of logits. ``status`` is answered to every completion.
+    It ``ends_after`` so many tokens, and says it ``reads`` so many more than it was sent.
     """
 
     ALL = frozenset({"logprobs", "prompt_logprobs", "echo", "token_ids", "ids", "tokenize", "limits"})
@@ -81,6 +82,8 @@ class TinyServer:
         self.most = 64
         self.edit: Callable[[torch.Tensor], torch.Tensor] = lambda row: row
         self.status = 200
+        self.ends_after = 10**6
+        self.reads = 0
         self.completions = 0
         self._lock = threading.Lock()
         server = self
@@ -128,13 +131,13 @@ class TinyServer:
             return 400, {"error": {"message": "prompt must be a string"}}
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         choices = [{"index": at, **self.complete(ids, body)} for at, ids in enumerate(prompts)]
-        usage = {"prompt_tokens": sum(map(len, prompts))}
+        usage = {"prompt_tokens": sum(map(len, prompts)) + self.reads}
         return 200, {"object": "text_completion", "choices": choices, "usage": usage}
 
     def complete(self, prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
         tokens, rows = list(prompt), []
         generator = torch.Generator().manual_seed(body.get("seed") or 0)
-        for _ in range(body["max_tokens"]):
+        for _ in range(min(body["max_tokens"], self.ends_after)):
             row = self.rows(tokens)[-1]
             rows.append(row)
             tokens.append(self.drawn(row, body, generator))

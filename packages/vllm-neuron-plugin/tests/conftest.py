@@ -81,7 +81,7 @@ def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tiny_qwen3(folder: Path, **overrides: object) -> Path:
-    """Write a random two-layer Qwen3 without a tokenizer into ``folder``; ``overrides`` of its config."""
+    """Write a random two-layer Qwen3 and its byte tokenizer into ``folder``; ``overrides`` of its config."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -96,6 +96,9 @@ def write_tiny_qwen3(folder: Path, **overrides: object) -> Path:
         "max_position_embeddings": TINY_MAX_LEN,
         "initializer_range": 0.2,
         "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
     }
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(Qwen3Config(**(settings | overrides))).float()
@@ -104,6 +107,7 @@ def write_tiny_qwen3(folder: Path, **overrides: object) -> Path:
             if "norm" in name:  # all ones would hide a norm that is left out
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -111,6 +115,12 @@ def write_tiny_qwen3(folder: Path, **overrides: object) -> Path:
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random fp32 Qwen3 of the sizes of ``tiny_llama``, with heads of 32."""
     return write_tiny_qwen3(tmp_path_factory.mktemp("tiny-qwen3"))
+
+
+@pytest.fixture(scope="session")
+def write_models() -> tuple[Callable[..., Path], Callable[..., Path]]:
+    """``write_tiny_llama`` and ``write_tiny_qwen3``, for tests that need other sizes."""
+    return write_tiny_llama, write_tiny_qwen3
 
 
 @pytest.fixture(scope="session")

@@ -144,7 +144,7 @@ def test_a_fault_is_named_against_float32_alone(run, truth, fault):
     assert names[fault.__name__] in outcome.faults[0].where
 
 
-@pytest.mark.parametrize(("chunk", "seed"), [(None, 1), (16, 0), (7, 2)])
+@pytest.mark.parametrize(("chunk", "seed"), [(None, 1), (16, 2)])
 def test_chunks_order_and_rounding_are_no_fault(run, truth, rounded, chunk, seed):
     other = run(chunk=chunk, seed=seed)
     for outcome in (

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -255,6 +256,17 @@ def test_another_rotary_base_is_named_with_both(tmp_path, dtype, size, test_base
     assert second == pytest.approx(base, rel=0.1)
 
 
+def test_keys_that_differ_at_position_0_as_well_are_not_said_to_be_turned(tmp_path):
+    plain = random_caches()
+    reference, test = changed(plain), changed(plain)
+    for layer in range(LAYERS):
+        rotate(reference.caches["request-0"][layer, 0], 10_000.0)
+        rotate(test.caches["request-0"][layer, 0], 20_000.0)
+    test.caches["request-0"][:, 0, :, 0] *= 1.001
+    finding = compare(tmp_path, test, reference).faults[0]
+    assert (finding.kind, finding.where) == ("diverges", f"keys of layer 0, positions 0-{LENGTH - 1}")
+
+
 def _numbers_after(text: str, words: str) -> list[float]:
     said = text.split(words)[1].split(" (")[0]
     return [float(word.replace(",", "")) for word in said.split(" against ")]
@@ -428,7 +440,7 @@ def _damaged(folder: Path, what: str) -> str:
         return r"ranks \[0\] of 2"
     for path in folder.rglob("kv/*"):
         if path.is_dir():
-            __import__("shutil").rmtree(path)
+            shutil.rmtree(path)
     return "no KV cache"
 
 

@@ -103,6 +103,15 @@ def test_a_replica_that_differs_is_found_at_its_position(layout, data):
     assert disagreeing(record, pages) == [(rank, first, position)]
 
 
+def test_replicas_may_differ_in_blocks_that_were_given_back():
+    record = CacheRecord("r", (1,) * 4, 0, 2, (0, 1), (True, False), 1, 1, 2, replicas=2)
+    pages = torch.zeros(2, 2, 1, 2, 4)
+    pages[1, 0] = 1.0
+    assert disagreeing(record, list(pages)) == []
+    pages[1, 1, 0, 1] = 1.0
+    assert disagreeing(record, list(pages)) == [(1, 0, 3)]
+
+
 def test_scales_multiply_keys_and_values_of_each_head():
     record = CacheRecord("r", (1, 2), 0, 2, (0,), (False,), 1, 2, 2)
     pages = torch.arange(16.0).reshape(1, 2, 2, 4)

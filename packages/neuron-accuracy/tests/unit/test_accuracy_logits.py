@@ -188,7 +188,7 @@ def test_the_first_bad_token_says_where_to_look(reference):
     early = Edited(reference, lambda row: row + torch.linspace(0, 3, len(row)), (0,), own=False)
     outcome = validate_logits(early, reference, PROMPTS[:1], 8)
     assert faults(outcome) == [("diverges", "prompt 0, token 0")]
-    assert "prefill" in outcome.faults[0].detail
+    assert "look at prefill" in outcome.faults[0].detail
 
 
 def test_a_fault_of_its_own_generation_only_is_found(reference):

@@ -143,6 +143,9 @@ def test_standing_is_that_of_probabilities_by_hand():
             assert allowed_mass(scores, 0, sampling, 1e-3) == pytest.approx(mass), sampling
     listed = scores_of(probs.log(), [3], 0, 2)
     assert not inside(standing_of(listed, 0, 3), Sampling(1.0, top_p=0.65), 1e-3)
+    # Two are listed, of 0.7 together: beyond 0.65 nothing unlisted passes, beyond 0.75 all of it might.
+    assert allowed_mass(listed, 0, Sampling(1.0, top_p=0.65), 1e-3) == pytest.approx(0.7)
+    assert allowed_mass(listed, 0, Sampling(1.0, top_p=0.75), 1e-3) == pytest.approx(1.0)
 
 
 def test_equal_tokens_may_rank_either_way():

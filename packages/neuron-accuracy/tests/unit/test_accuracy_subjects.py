@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,22 @@ def test_a_changed_weight_is_another_revision(folder, model, tmp_path):
 def test_what_cannot_be_opened_says_why(text, options, said):
     with pytest.raises(SubjectError, match=said):
         open_subject(text, options)
+
+
+def test_a_kind_of_another_distribution_is_opened(monkeypatch):
+    one = EntryPoint("mine", f"{__name__}:contributed", "neuron_accuracy.subjects")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: lambda model, options: (model, dict(options)))
+    for points, kind in (([one], "mine"), ([one, one], "twice"), ([replace_name(one, "server")], "built in")):
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group, points=points: points)
+        if kind == "mine":
+            assert open_subject("mine:a:b", {"x": 1}) == ("a:b", {"x": 1})
+        else:
+            with pytest.raises(SubjectError, match=r"one distribution|built in"):
+                open_subject("mine:a")
+
+
+def replace_name(point, name):
+    return EntryPoint(name, point.value, point.group)
 
 
 def test_an_option_that_is_none_names_the_nearest(folder):
@@ -218,6 +235,15 @@ def test_a_server_that_gives_fewer_log_probabilities_is_an_error(server):
         SubjectError, match=r"gives 4 log-probabilities, .* where 20 were asked for; ask for 3"
     ):
         open_subject(f"server:{server.url}").force([PROMPTS[0]], [[1, 2]], 20)
+
+
+def test_a_server_that_ends_early_or_reads_other_tokens_is_an_error(server):
+    server.ends_after = 3
+    with pytest.raises(SubjectError, match="drew 3 tokens where 5 were asked for"):
+        open_subject(f"server:{server.url}").generate([PROMPTS[0]], 5, [Sampling()], 5)
+    server.reads = 1
+    with pytest.raises(SubjectError, match="read 6 tokens where a prompt of 5"):
+        open_subject(f"server:{server.url}").force([PROMPTS[0]], [[1]], 5)
 
 
 @pytest.mark.parametrize("status", [404, 500])

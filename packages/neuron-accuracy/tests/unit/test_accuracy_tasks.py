@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -268,6 +269,12 @@ def test_tasks_that_are_not_here_say_so(subject, monkeypatch):
             task_infos(names)
     with pytest.raises(AccuracyError, match=r"gsm8k: its items.*cannot be had.*cloze, arithmetic need none"):
         evaluate(subject, task_infos(["gsm8k"]), limit=1)
+
+
+def test_without_lm_eval_the_extra_is_named(subject, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(AccuracyError, match=r"neuron-accuracy\[tasks\]"):
+        evaluate(subject, task_infos(["cloze"]), limit=2)
 
 
 def test_the_command_writes_what_to_look_at(subject, tmp_path):

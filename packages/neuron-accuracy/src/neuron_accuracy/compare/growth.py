@@ -21,7 +21,7 @@ MIN_KIND = 4
 """Modules of a kind from which what is usual for it can be told."""
 
 LEAST_USUAL = 0.5
-SPREADS = 12
+SPREADS = 6
 """A kind whose errors grow now more, now less, as those of norms do, is given that many of its median deviations."""
 
 

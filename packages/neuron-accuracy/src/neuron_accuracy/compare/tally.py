@@ -101,11 +101,10 @@ class Tally:
     baseline_square: float = 0.0
     baseline_max: float = 0.0
     inputs: dict[int, _Input] = field(default_factory=dict)
-    series: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """Per piece: pair, position, and squared norms of the error, the reference and the reference's own error."""
 
     def __post_init__(self) -> None:
         self.channels = Channels(self.features)
+        self._series = torch.zeros(0, 5, dtype=torch.float64)
         self.histograms = torch.zeros(2, LOG_BINS, dtype=torch.int64)
         self.ulps = torch.zeros(len(ULP_LABELS), dtype=torch.int64)
         self.by_head: _Heads | None = None
@@ -122,7 +121,7 @@ class Tally:
         self._note_bad(bad, wide, pairs, positions)
         error = t - r
         squares = error.square()
-        self.rows += t.shape[0]
+        begin, self.rows = self.rows, self.rows + t.shape[0]
         self.dot += float((t * r).sum())
         self.test_square += float(t.square().sum())
         row_reference, row_error = r.square().sum(1), squares.sum(1)
@@ -139,7 +138,9 @@ class Tally:
             own = self._add_baseline(t - rest[0], r - rest[0], rest[0], pairs)
         else:
             self.histograms += torch.stack([log_histogram(t), log_histogram(r)])
-        self.series.append((pairs, positions, row_error, row_reference, own))
+        self._room(self.rows)[begin : self.rows] = torch.stack(
+            [pairs.double(), positions.double(), row_error, row_reference, own], 1
+        )
 
     @property
     def cosine(self) -> float:
@@ -192,10 +193,16 @@ class Tally:
 
     def by_row(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """``(pair, position, error, reference, reference's own error)`` of all rows, the last three squared norms."""
-        pairs, positions, error, reference, own = (
-            torch.cat(parts) for parts in zip(*self.series, strict=True)
-        )
-        return pairs, positions, error, reference, own
+        pairs, positions, *squares = self._series[: self.rows].unbind(1)
+        return pairs.long(), positions.long(), squares[0], squares[1], squares[2]
+
+    def _room(self, rows: int) -> Tensor:
+        """Doubled when full: a small tensor kept of each piece would pin the memory of large ones freed around it."""
+        if rows > len(self._series):
+            grown = torch.zeros(max(1024, 2 * rows), 5, dtype=torch.float64)
+            grown[: len(self._series)] = self._series
+            self._series = grown
+        return self._series
 
     def _note_bad(self, bad: Tensor, wide: list[Tensor], pairs: Tensor, positions: Tensor) -> None:
         count = int(bad.sum())

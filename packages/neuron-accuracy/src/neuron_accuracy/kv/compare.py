@@ -16,7 +16,14 @@ from neuron_accuracy.kv.contiguous import freed_positions
 from neuron_accuracy.kv.figures import Figures, measure
 from neuron_accuracy.kv.findings import findings_of
 from neuron_accuracy.kv.judge import Judge
-from neuron_accuracy.kv.limits import BASELINE_RATIO, POSITION_FACTOR, RELATIVE_L2, Limits, limits_for
+from neuron_accuracy.kv.limits import (
+    BASELINE_RATIO,
+    POSITION_FACTOR,
+    REFERENCE_FACTOR,
+    RELATIVE_L2,
+    Limits,
+    limits_for,
+)
 from neuron_accuracy.kv.requests import Cache, Layer, Pair, caches_of, pair_up
 from neuron_accuracy.kv.tables import PARTS, RequestTable, Tables
 from neuron_accuracy.logits.same import label
@@ -175,13 +182,12 @@ def _from_baseline(of_reference: Figures) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _reference_off(part: str, layer: int, figures: Figures, limits: Limits) -> list[Cause]:
-    off = (figures.relative_l2 > limits.head).nonzero().flatten().tolist()
+    limit = REFERENCE_FACTOR * limits.head
+    off = (figures.relative_l2 > limit).nonzero().flatten().tolist()
     if not off:
         return []
     worst = float(figures.relative_l2.max())
-    what = (
-        f"the reference itself is {worst:.3g} from the baseline, limit {limits.head:.3g}: it is no reference"
-    )
+    what = f"the reference itself is {worst:.3g} from the baseline, limit {limit:.3g}: it is no reference"
     return [Cause("reference off", part, tuple(off), what, layer, figures={"relative_l2": worst})]
 
 

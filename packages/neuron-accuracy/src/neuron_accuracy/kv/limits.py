@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from neuron_accuracy.errors import AccuracyError
 
-__all__ = ["BASELINE_RATIO", "POSITION_FACTOR", "RELATIVE_L2", "Limits", "limits_for"]
+__all__ = ["BASELINE_RATIO", "POSITION_FACTOR", "REFERENCE_FACTOR", "RELATIVE_L2", "Limits", "limits_for"]
 
 RELATIVE_L2 = {
     "float32": 1e-4,
@@ -35,6 +35,11 @@ tokens of a text are not equally well conditioned. Also the published gate of th
 
 BASELINE_RATIO = 1.5
 """With a baseline of higher precision: how many times farther from it than the reference the test may be."""
+
+
+REFERENCE_FACTOR = 5.0
+"""How many times the limit of a head the reference itself may be from the baseline, before it is none: a rounding can
+grow from layer to layer, and the test's may then grow as well."""
 
 
 @dataclass(frozen=True)

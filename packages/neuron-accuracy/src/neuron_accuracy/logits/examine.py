@@ -24,8 +24,11 @@ class Series:
     """Measures of those rows of a sequence that are finite on all sides."""
 
     rows: list[int]
-    pairs: Pairs
     measures: Measures
+    whole: bool
+    """Whether logits were compared, of all tokens, and not log-probabilities of those listed."""
+    greatest: float
+    """The greatest |test − truth| of any token in any row."""
 
     @property
     def bad(self) -> list[int]:
@@ -35,9 +38,14 @@ class Series:
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """One prompt: the test forced along the truth's tokens, and its own generation up to where it parts."""
+    """One prompt: the test forced along the truth's tokens, and its own generation up to where it parts.
 
-    truth: Generation
+    Rows of logits are not kept.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """The truth's."""
     forced: Series
     own: Series
     parting: Parting | None
@@ -75,20 +83,29 @@ def examine(
     sides = {"test": forced, "reference": truth.scores, "reference in the target dtype": reference}
     not_finite = {name: _infinite(scores) for name, scores in sides.items() if scores is not None}
     taken = sorted(set(range(len(truth.tokens))) - {row for rows in not_finite.values() for row in rows})
-    series = _series(truth.scores, forced, taken, limits)
+    pairs = pair(selected(truth.scores, taken), selected(forced, taken))
     noise = Noise()
     linf: list[float] = []
     l2: list[float] = []
     if reference is not None and taken:
-        noise, linf, l2 = _noise(series, truth.scores, forced, reference)
-    scale = float(series.pairs.scale.max()) if taken else 0.0
+        noise, linf, l2 = _noise(pairs, selected(truth.scores, taken), selected(reference, taken))
+    scale = float(pairs.scale.max()) if taken else 0.0
     parting = parting_of(truth.tokens, own.tokens, truth.scores, limits, noise.base_worst, scale)
     same = len(truth.tokens) if parting is None else parting.index + 1
     wild = set(_infinite(own.scores))
     alike = [row for row in range(same) if row not in wild and row not in not_finite["reference"]]
     not_finite["test"] = sorted({*not_finite["test"], *(row for row in wild if row < same)})
+    series = _series(alike, pair(selected(truth.scores, alike), selected(own.scores, alike)), limits)
     return Examined(
-        truth, series, _series(truth.scores, own.scores, alike, limits), parting, not_finite, noise, linf, l2
+        truth.prompt,
+        truth.tokens,
+        _series(taken, pairs, limits),
+        series,
+        parting,
+        not_finite,
+        noise,
+        linf,
+        l2,
     )
 
 
@@ -96,21 +113,19 @@ def _infinite(scores: Scores) -> list[int]:
     return [row for row, finite in enumerate(finite_rows(scores).tolist()) if not finite]
 
 
-def _series(truth: Scores, test: Scores, rows: list[int], limits: Limits) -> Series:
-    pairs = pair(selected(truth, rows), selected(test, rows))
-    return Series(rows, pairs, measure(pairs, limits))
+def _series(rows: list[int], pairs: Pairs, limits: Limits) -> Series:
+    greatest = float(pairs.difference.abs().max()) if rows else 0.0
+    return Series(rows, measure(pairs, limits), pairs.whole, greatest)
 
 
-def _noise(
-    series: Series, truth: Scores, test: Scores, reference: Scores
-) -> tuple[Noise, list[float], list[float]]:
-    ours, theirs = selected(truth, series.rows), selected(reference, series.rows)
-    errors = series.pairs.difference
-    if series.pairs.whole and theirs.logits is not None:
+def _noise(pairs: Pairs, ours: Scores, theirs: Scores) -> tuple[Noise, list[float], list[float]]:
+    """Errors of the test in ``pairs`` beside those of ``theirs`` against the truth, ``ours``."""
+    errors = pairs.difference
+    if pairs.whole and theirs.logits is not None:
         base = centred(pair(ours, theirs).difference)
         errors = centred(errors)
     elif ours.logits is not None and theirs.logits is not None:
-        base = _listed(theirs.logits, series.pairs.ids) - _listed(ours.logits, series.pairs.ids)
+        base = _listed(theirs.logits, pairs.ids) - _listed(ours.logits, pairs.ids)
     else:
         base = pair(ours, theirs).difference
     linf = _ratios(errors.abs().amax(dim=1), base.abs().amax(dim=1))
@@ -134,8 +149,8 @@ def described(examined: Examined, index: int, text: str | None, limits: Limits) 
     return {
         "prompt": index,
         "text": None if text is None else text[:200],
-        "prompt_tokens": len(examined.truth.prompt),
-        "tokens": list(examined.truth.tokens),
+        "prompt_tokens": len(examined.prompt),
+        "tokens": list(examined.tokens),
         "first_bad": examined.first_bad,
         "not_finite": {name: rows for name, rows in examined.not_finite.items() if rows},
         "worst": {

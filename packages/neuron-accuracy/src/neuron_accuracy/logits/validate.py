@@ -171,7 +171,7 @@ def _outcome(
         "num_tokens": run.num_tokens,
         "limits": {limits.names[k]: limit for k, limit in limits.relative.items()},
         "atol": limits.atol,
-        "values": "logits" if all(item.forced.pairs.whole for item in examined) else "logprobs",
+        "values": "logits" if all(item.forced.whole for item in examined) else "logprobs",
         "baseline": None if run.baseline is None else label(run.baseline.info()),
         "sigma_ratio": total.sigma_ratio if three_way else None,
         "bhattacharyya": total.bhattacharyya if three_way else None,

@@ -43,7 +43,9 @@ def _urgency(finding: Finding) -> tuple[bool, bool, float]:
 def _not_finite(index: int, item: Examined) -> Iterator[Finding]:
     for side, rows in item.not_finite.items():
         if rows:
-            detail = f"{len(rows)} of {len(item.truth.tokens)} tokens have NaN or infinite scores on the {side}'s side"
+            detail = (
+                f"{len(rows)} of {len(item.tokens)} tokens have NaN or infinite scores on the {side}'s side"
+            )
             if side == "test":
                 detail = f"{detail}; {hint(rows[0])}"
             where = f"prompt {index}, token {rows[0]}"
@@ -60,7 +62,7 @@ def _beyond(index: int, item: Examined, limits: Limits, total: Noise | None) -> 
     for k, values in series.measures.errors.items():
         error = figures[f"error_{limits.names[k]}"] = float(values[row])
         said.append(f"{limits.names[k]}: {error:.3g} (limit {limits.relative[k]:.3g})")
-    detail = f"{len(bad)} of {len(item.truth.tokens)} tokens beyond limits, {'; '.join(said)}; {hint(bad[0])}"
+    detail = f"{len(bad)} of {len(item.tokens)} tokens beyond limits, {'; '.join(said)}; {hint(bad[0])}"
     if total is not None:
         figures |= {"sigma_ratio": item.noise.sigma_ratio, "linf_ratio": item.noise.linf_ratio}
         detail += (
@@ -80,8 +82,7 @@ def _first(item: Examined, token: int) -> tuple[Series, int]:
 def _excused(item: Examined, total: Noise) -> bool:
     if not total.alike or item.noise.beyond_gates:
         return False
-    worst = item.own.pairs.difference.abs().max() if item.own.bad else 0.0
-    return float(worst) <= LINF_GATE * item.noise.base_worst or not item.own.bad
+    return not item.own.bad or item.own.greatest <= LINF_GATE * item.noise.base_worst
 
 
 def _parting(index: int, item: Examined) -> Iterator[Finding]:

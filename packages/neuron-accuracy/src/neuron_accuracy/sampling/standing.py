@@ -57,7 +57,10 @@ def inside(standing: Standing, sampling: Sampling, tolerance: float) -> bool:
 
 
 def allowed_mass(scores: Scores, row: int, sampling: Sampling, tolerance: float) -> float:
-    """Probability of all listed tokens that may be drawn: how often a sampler without limits would stay inside."""
+    """How often a sampler without limits would draw what :func:`inside` lets pass.
+
+    That is the probability of all listed tokens that may be drawn, and that of the unlisted if they would pass.
+    """
     _, values = distribution(scores, row)
     probs = values.exp()
     above = torch.searchsorted(-values, -(values + TIE), side="left")
@@ -67,4 +70,8 @@ def allowed_mass(scores: Scores, row: int, sampling: Sampling, tolerance: float)
         kept &= above < sampling.top_k
     if sampling.min_p > 0:
         kept &= values[0] - values <= -math.log(sampling.min_p) + tolerance
-    return min(float(probs[kept].sum()), 1.0)
+    mass, listed = float(probs[kept].sum()), float(probs.sum())
+    unlisted = Standing(listed, len(values), float(values[0] - values[-1]))
+    if scores.logits is None and inside(unlisted, sampling, tolerance):
+        mass += 1.0 - listed
+    return min(mass, 1.0)

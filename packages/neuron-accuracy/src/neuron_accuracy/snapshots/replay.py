@@ -53,7 +53,8 @@ def replay_call(call: StoredCall, compiler: Compiler, cache: CompileCache) -> di
             "replay has not; keep parts of an engine with tensor_parallel_size=1"
         )
     names = tuple(f"input.{index}" for index in range(len(call.inputs)))
-    outputs = tuple(name for name in call.outputs if name.startswith("output."))
+    count = sum(name.startswith("output.") for name in call.outputs)
+    outputs = tuple(f"output.{index}" for index in range(count))
     program = Program((Part(call.record.part, _StoredGraph(call.folder), names, outputs),), outputs)
     values = {name: tensor.clone() for name, tensor in zip(names, call.inputs, strict=True)}
     builder = GraphBuilder(CpuDevice(), compiler, cache)

@@ -69,34 +69,34 @@ class ServerSubject:
     ) -> None:
         self._client = client
         self._model = model
-        self._tokenizer: Any = _local_tokenizer(tokenizer) if tokenizer else None
+        self.tokenizer: Any = _local_tokenizer(tokenizer) if tokenizer else None
         self._way = force
         self._extensions = extensions
         self._pool = ThreadPoolExecutor(max(concurrency, 1))
 
     def info(self) -> SubjectInfo:
         """Who it is; a vocabulary of 0 tokens is one that the server does not tell."""
-        known = self._tokenizer is not None
+        known = self.tokenizer is not None
         return SubjectInfo(
             kind="server",
             model=self._model,
             revision=UNKNOWN,
             dtype=UNKNOWN,
             vocab_size=0,
-            tokenizer=vocabulary_digest(self._tokenizer) if known else UNKNOWN,
+            tokenizer=vocabulary_digest(self.tokenizer) if known else UNKNOWN,
             abilities=frozenset({"logprobs", "generate"}),
         )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, by the local tokenizer or the server's ``/tokenize``."""
-        if self._tokenizer is not None:
-            return [int(token) for token in self._tokenizer.encode(text)]
+        if self.tokenizer is not None:
+            return [int(token) for token in self.tokenizer.encode(text)]
         return self._client.tokenize(self._model, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, by the local tokenizer or the server's ``/detokenize``."""
-        if self._tokenizer is not None:
-            return str(self._tokenizer.decode(list(tokens)))
+        if self.tokenizer is not None:
+            return str(self.tokenizer.decode(list(tokens)))
         return self._client.detokenize(self._model, list(tokens))
 
     def generate(
@@ -219,7 +219,7 @@ class ServerSubject:
     def _texts(self) -> dict[str, list[int]]:
         """Ids by the text that each decodes to."""
         texts: dict[str, list[int]] = {}
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         for index in range(0 if tokenizer is None else len(tokenizer)):
             texts.setdefault(tokenizer.decode([index]), []).append(index)
         return texts

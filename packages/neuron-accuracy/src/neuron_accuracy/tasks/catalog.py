@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from neuron_accuracy.errors import AccuracyError
 from neuron_core.errors import unknown_name_hint
 
@@ -65,6 +63,8 @@ def load_spec(info: TaskInfo) -> str | dict[str, Any]:
     """What lm-eval is given: a name of its own, or a whole configuration with the items in memory."""
     if not info.local:
         return info.name
+    import yaml
+
     spec: dict[str, Any] = yaml.safe_load((_DATA / f"{info.name}.yaml").read_text())
     return {**spec, "custom_dataset": lambda **_: _items(info.name)}
 

@@ -22,7 +22,7 @@ _DEFAULT_TOKENS = 256
 _MAX_LENGTH = 2048
 
 
-class SubjectLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not annotated
+class SubjectLM(TemplateLM):
     """Answers what lm-eval asks through :meth:`Subject.force` and :meth:`Subject.generate`.
 
     A rolling likelihood is cut into windows of ``max_length`` tokens. ``progress`` is called with the number of

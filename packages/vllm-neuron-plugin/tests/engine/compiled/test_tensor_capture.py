@@ -107,16 +107,16 @@ def test_a_capture_is_what_the_model_computes_eagerly_bit_for_bit(
 def test_tokens_are_those_of_an_engine_that_captures_nothing(engines, tiny_llama, tmp_path, compiler):
     from vllm import SamplingParams
 
-    params = [greedy(), SamplingParams(temperature=1, seed=5, max_tokens=8, ignore_eos=True)] * 2 + [
-        greedy(20)
-    ]
-    expected = engines(tiny_llama, **settings(compiler)).tokens(PROMPTS, params, arrive=3)
+    sampled = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
+    params = [greedy(24), sampled, greedy(24), sampled, greedy(20)]
+    prompts = [[3 + index, *PROMPTS[0][:29]] for index in range(5)]
+    expected = engines(tiny_llama, **settings(compiler)).tokens(prompts, params)
     for number, overlap in enumerate((False, True)):
         capture = {"folder": str(tmp_path / str(number)), "modules": ["**"], "tensors": ["*"], "kv": True}
-        # 9 blocks of 16 tokens: requests are preempted and start again.
+        # 9 blocks of 16 tokens, of which each of four requests comes to need four: some are preempted.
         tight = settings(compiler, tensor_capture=capture) | {"num_gpu_blocks_override": 10}
         engine = engines(tiny_llama, **tight, async_scheduling=overlap)
-        assert engine.tokens(PROMPTS, params, arrive=3) == expected
+        assert engine.tokens(prompts, params) == expected
         assert engine.preemptions > 0
 
 
