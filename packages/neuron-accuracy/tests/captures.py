@@ -13,6 +13,8 @@ from neuron_accuracy.capture.writer import CaptureWriter
 from neuron_accuracy.layout import Rows, Sharding, TensorLayout
 from neuron_accuracy.subjects.info import SubjectInfo
 
+REQUESTS = {"a": [5, 6, 7, 8, 9, 10, 11, 12] * 3, "b": [5, 6, 1, 2, 3] * 4, "c": [9]}
+FEATURES = 24
 EVERYTHING = CaptureSpec(("**",), tensors=("*",))
 
 
@@ -118,3 +120,27 @@ def _rows(by_request, chunks, kind, step):
         parts, count = [by_request[name][begin:end] for name, begin, end in chunks], step.num_tokens
     spare = count - sum(len(part) for part in parts)
     return torch.cat([*parts, torch.full((spare, *parts[0].shape[1:]), 99).to(parts[0].dtype)])
+
+
+def made(*names, features=FEATURES, requests=None, seed=0):
+    """Random whole tensors of these names."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = {key: len(tokens) for key, tokens in (requests or REQUESTS).items()}
+    return {
+        name: {key: torch.randn(length, features, generator=generator) for key, length in lengths.items()}
+        for name in names
+    }
+
+
+def changed(tensors, name, change, requests=None):
+    """The tensors with one of them changed in place, for the requests given."""
+    copied = {key: {of: value.clone() for of, value in held.items()} for key, held in tensors.items()}
+    for of in requests or copied[name]:
+        change(copied[name][of])
+    return copied
+
+
+def pair(tmp_path, tensors, wrong, **options):
+    """Two captures of ``REQUESTS``: the test, and the reference."""
+    reference = write(tmp_path / "r", REQUESTS, tensors, **options)
+    return write(tmp_path / "t", REQUESTS, wrong, **options), reference

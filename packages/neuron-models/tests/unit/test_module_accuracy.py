@@ -67,6 +67,4 @@ def test_rotary_table(assert_module_close, config):
     def positions(generator):
         return torch.randn(1, generator=generator), torch.randint(4096, (1, 64), generator=generator)
 
-    assert_module_close(
-        lambda x, position_ids: table(position_ids[0]), half, positions, dtype=torch.bfloat16
-    )
+    assert_module_close(lambda x, position_ids: table(position_ids[0]), half, positions, dtype=torch.bfloat16)

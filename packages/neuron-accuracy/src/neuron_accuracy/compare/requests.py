@@ -74,13 +74,15 @@ def pair_requests(test: Capture, reference: Capture) -> tuple[list[Pair], list[F
             f"({_shown(left)} against {_shown(right)}): capture the same prompts in both"
         )
     findings = [finding for pair in pairs for finding in _unlike(pair, test, reference)]
-    for side, held, used in (
-        ("test", left, {pair.test.request for pair in pairs}),
-        ("reference", right, {pair.reference.request for pair in pairs}),
+    for side, held, used, other in (
+        ("test", left, {pair.test.request for pair in pairs}, reference),
+        ("reference", right, {pair.reference.request for pair in pairs}, test),
     ):
         alone = [trace.request for trace in held if trace.request not in used]
         detail = f"only the {side} has it: none of the other's begins with its tokens"
-        findings += [Finding(Level.INPUT, "request without a pair", name, detail) for name in alone]
+        # A capture that was told to leave requests out is no fault of the run.
+        severity = Severity.NOTE if other.spec.requests else Severity.FAULT
+        findings += [Finding(Level.INPUT, "request without a pair", name, detail, severity) for name in alone]
     return pairs, findings
 
 

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bisection over a model of transformers: the module at fault, whatever kind it is of."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from neuron_accuracy.capture.spec import CaptureSpec
+from neuron_accuracy.errors import AccuracyError, CaptureError, SubjectError
+from neuron_accuracy.layout import Sharding, Slice, TensorLayout
+from neuron_accuracy.replace.bisect import bisect
+from neuron_accuracy.replace.eager import ReplaceableTransformers
+from neuron_accuracy.replace.parts import part_of
+from neuron_accuracy.replace.source import ReferenceRows
+from neuron_accuracy.subjects.transformers import TransformersSubject
+
+PROMPTS = [[3, 14, 15, 92, 65, 35], [8, 97, 93]]
+TOKENS = [[23, 84, 62], [64, 33, 83]]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def reference(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    subject = TransformersSubject.of(model)
+    folder = tmp_path_factory.mktemp("bisect") / "reference"
+    subject.capture(PROMPTS, TOKENS, CaptureSpec(("**",)), folder)
+    return folder, subject.force(PROMPTS, TOKENS, 0)
+
+
+def found(model: LlamaForCausalLM, faults: dict[str, float], reference: tuple[Path, Any], **more: Any) -> Any:
+    faulty = copy.deepcopy(model)
+    for name, factor in faults.items():
+
+        def fault(_: Any, args: Any, result: Any, factor: float = factor) -> Any:
+            if isinstance(result, tuple):
+                return (result[0] * factor, *result[1:])
+            return result * factor
+
+        faulty.get_submodule(name).register_forward_hook(fault)
+    folder, expected = reference
+    test = ReplaceableTransformers(TransformersSubject.of(faulty))
+    return bisect(test, expected, folder, PROMPTS, TOKENS, limit=1e-4, **more)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens",
+        "model.rotary_emb",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.v_proj",
+        "model.layers.1.mlp.act_fn",
+        "model.layers.2.mlp.down_proj",
+        "model.norm",
+        "lm_head",
+    ],
+)
+def test_a_fault_in_any_module_is_found(model, reference, name):
+    outcome = found(model, {name: 1.05}, reference)
+    assert not outcome.passed
+    assert outcome.data["module"] == name
+    assert "replacing it alone restores agreement" in outcome.findings[0].detail
+    assert len(outcome.data["probes"]) <= 12, "halving, not trying each of some forty modules"
+
+
+def test_of_several_faults_the_last_is_named_as_that(model, reference):
+    faults = {"model.layers.0.mlp.down_proj": 1.05, "model.layers.2.self_attn.o_proj": 1.05}
+    outcome = found(model, faults, reference)
+    assert outcome.data["module"] == "model.layers.2.self_attn.o_proj"
+    assert "it is the last of several" in outcome.findings[0].detail
+
+
+def test_without_a_fault_nothing_is_replaced(model, reference):
+    outcome = found(model, {}, reference)
+    assert outcome.passed
+    assert outcome.data["module"] is None
+    assert [row["replaced"] for row in outcome.data["probes"]] == [0]
+
+
+def test_a_fault_outside_of_the_candidates_is_in_no_module(model, reference):
+    outcome = found(model, {"lm_head": 1.05}, reference, patterns=("model.layers.*",))
+    assert not outcome.passed
+    assert outcome.findings[0].kind == "not in any module"
+
+
+def test_what_cannot_be_replaced_is_named(model, reference, tmp_path):
+    folder, _ = reference
+    test = ReplaceableTransformers(TransformersSubject.of(model))
+    with pytest.raises(
+        SubjectError, match=r"model\.layer\.1 cannot be replaced: did you mean 'model\.layers\.1'"
+    ):
+        test.force_replaced(PROMPTS, TOKENS, folder, ("**",), ["model.layer.1"])
+    with pytest.raises(AccuracyError, match="has none of the modules"):
+        found(model, {}, reference, patterns=("encoder.*",))
+    with pytest.raises(CaptureError, match="no folder"):
+        ReferenceRows(tmp_path / "nowhere")
+
+
+def test_rows_are_those_of_a_request_with_the_same_tokens(model, reference):
+    """A request that begins alike and goes on otherwise has the rows up to there, and none beyond."""
+    source = ReferenceRows(reference[0])
+    other = [*PROMPTS[0][:4], 1, 2]
+    rows = source.rows("model.norm:output.0", other, range(6))
+    assert [row is not None for row in rows] == [True] * 4 + [False] * 2
+    with pytest.raises(CaptureError, match=r"has no model\.norms:output\.0; capture that module too"):
+        source.rows("model.norms:output.0", other, range(1))
+
+
+def test_parts_of_ranks_make_the_whole():
+    from neuron_accuracy.compare.whole import assemble
+
+    whole = torch.arange(6 * 24.0).view(6, 24)
+    fused = (Slice("q", 16), Slice("k", 4, replicas=2), Slice("v", 4, replicas=2))
+    for layout in (
+        TensorLayout(),
+        TensorLayout(Sharding.SHARDED),
+        TensorLayout(Sharding.SHARDED, dim=0),
+        TensorLayout(Sharding.INTERLEAVED, dim=0),
+        TensorLayout(Sharding.PARTIAL),
+        TensorLayout(Sharding.SHARDED, slices=fused),
+    ):
+        ranks = 2 if not layout.slices else 4
+        parts: list[Tensor] = [part_of(whole, layout, rank, ranks) for rank in range(ranks)]
+        assert torch.equal(assemble(parts, layout), whole), layout
