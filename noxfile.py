@@ -151,6 +151,9 @@ def wheels(session: nox.Session) -> None:
             import_name(member),
             external=True,
         )
+        if package == "neuron-accuracy":
+            kit = str(ROOT / member / "tests" / "accuracy_kit.py")
+            session.run(python, "-I", str(ROOT / "tools" / "check_accuracy_alone.py"), kit, external=True)
 
 
 @nox.session(name="lowest")

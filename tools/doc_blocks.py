@@ -170,6 +170,12 @@ def _check_vllm_neuron(words: list[str]) -> None:
     _check_click(vllm_neuron, words)
 
 
+def _check_accuracy(words: list[str]) -> None:
+    from neuron_accuracy.cli.main import cli
+
+    _check_click(cli, words)
+
+
 def _check_click(group: click.Group, words: list[str]) -> None:
     command: click.Command = group
     context = click.Context(group, info_name=group.name)
@@ -194,6 +200,7 @@ _CHECKERS: dict[str, Callable[[list[str]], None]] = {
     "vllm": _check_vllm,
     "neuron": _check_neuron,
     "vllm-neuron": _check_vllm_neuron,
+    "neuron-accuracy": _check_accuracy,
     "git": _accept,
     "cd": _accept,
     "source": _accept,

@@ -81,6 +81,12 @@ FEATURES = {
         "ahead-of-time compilation",
         "nothing compiled after ready",
     ),
+    "accuracy": (
+        "tensor capture",
+        "input snapshots",
+        "bisection",
+        "planted faults found",
+    ),
 }
 """Every feature the matrix knows, by group; a marker of another one is an error."""
 

@@ -267,8 +267,9 @@ def test_printing_is_light_complete_and_fits_the_paper(browser, report, tmp_path
     assert page.evaluate("[...document.querySelectorAll('details.group')].every((d) => d.open)")
     assert not page.get_by_role("button").is_visible()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
-    page.wait_for_timeout(100)
     assert not page.evaluate("[...document.querySelectorAll('details.group')].every((d) => d.open)")
+    page.emulate_media(media="screen", color_scheme=scheme)
+    watched.scroll_through()
     assert watched.said == []
     page.close()
 

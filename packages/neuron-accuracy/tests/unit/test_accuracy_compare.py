@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from neuron_accuracy.compare.captures import compare_captures
+from neuron_accuracy.errors import CaptureError
 from neuron_accuracy.layout import Rows, Sharding, Slice, TensorLayout
 
 _spec = importlib.util.spec_from_file_location("accuracy_captures", Path(__file__).parents[1] / "captures.py")
@@ -20,7 +21,7 @@ _spec.loader.exec_module(captures)
 # Not shrunk: an example is a few hundred files.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 
-REQUESTS = captures.REQUESTS
+REQUESTS, FEATURES = captures.REQUESTS, captures.FEATURES
 made, changed, pair = captures.made, captures.changed, captures.pair
 
 
@@ -100,6 +101,46 @@ def test_any_steps_batches_and_ranks_align(tmp_path_factory, left, right, paddin
     assert finding.where == f"m.mid:output.0, only positions {position} of {request}, only channel {channel}"
 
 
+@pytest.fixture
+def by_rows(monkeypatch):
+    """Every tensor counts as too large to be read at once."""
+    monkeypatch.setattr("neuron_accuracy.compare.views.SMALL_ELEMENTS", 0)
+    monkeypatch.setattr("neuron_accuracy.compare.captures.CHUNK_ELEMENTS", 7 * FEATURES)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_large_tensors_are_read_by_rows_of_whatever_ranks_hold(tmp_path, by_rows, ranks):
+    tensors = made(*LAYOUTS)
+    steps = [[("b", 0, 9), ("a", 0, 19)], [("b", 9, 20), ("c", 0, 1)], [("a", 19, 24)]]
+    test = captures.write(tmp_path / "t", REQUESTS, tensors, steps, ranks=ranks, layouts=LAYOUTS, padding=2)
+    whole = tuple(Slice(part.name, part.size) for part in SLICES)
+    single = {"m.qkv:output.0": TensorLayout(slices=whole), "m.last:output.0": LAYOUTS["m.last:output.0"]}
+    outcome = compare_captures(test, captures.write(tmp_path / "r", REQUESTS, tensors, layouts=single))
+    assert not outcome.findings
+    assert {row["linf"] for row in outcome.data["modules"]} == {0.0}
+    assert {row["rows"] for row in outcome.data["modules"] if "last" not in row["name"]} == {45}
+
+
+def test_replicas_and_digests_of_large_tensors_are_checked(tmp_path, by_rows):
+    tensors = made("m:output.0")
+
+    def apart(step, rank, held):
+        if rank == 1 and step.number == 1:
+            held["m", "output.0"][13, 0] += 1
+        return held
+
+    reference = captures.write(tmp_path / "r", REQUESTS, tensors)
+    test = captures.write(tmp_path / "t", REQUESTS, tensors, ranks=2, edit=apart)
+    (finding,) = compare_captures(test, reference).faults
+    assert finding.kind == "replicas differ" and finding.detail.endswith("from row 13 on")
+    (file,) = (tmp_path / "r").glob("dp0/*_0/m/rank0.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CaptureError, match="is not what was written"):
+        compare_captures(test, reference)
+
+
 def test_a_range_of_positions_is_named(tmp_path):
     tensors = made("m:output.0")
 
@@ -141,6 +182,18 @@ def test_a_scaled_channel_is_found_under_noise(tmp_path):
     slope = float((values * (values * 1.02 + 0.02 * noise)).sum() / values.square().sum())
     (gain,) = compare_captures(wrong, reference).data["gains"]["m:output.0"]
     assert gain["slope"] == pytest.approx(slope, abs=2e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_whose_slopes_are_far_from_one_is_no_scaled_channel(tmp_path, seed):
+    requests = {"a": list(range(24))}
+    tensors = made("m:output.0", features=256, requests=requests, seed=seed)
+    noise = 0.08 * torch.randn(24, 256, generator=torch.Generator().manual_seed(seed + 100))
+    slopes = ((tensors["m:output.0"]["a"] * noise).sum(0) / tensors["m:output.0"]["a"].square().sum(0)).abs()
+    assert (slopes > 0.008).sum() > 100, "far above what a channel may be off"
+    noisy = {"m:output.0": {"a": (tensors["m:output.0"]["a"] + noise).bfloat16()}}
+    reference = captures.write(tmp_path / "r", requests, tensors)
+    assert compare_captures(captures.write(tmp_path / "t", requests, noisy), reference).passed
 
 
 def test_swapped_heads_are_named(tmp_path):
@@ -239,6 +292,16 @@ def test_an_error_between_a_module_and_its_part_is_named_there(tmp_path):
     (finding,) = compare_captures(*pair(tmp_path, tensors, wrong)).findings
     assert finding.where.startswith("m:output.0")
     assert "that of its o does not: it lies between them" in finding.detail
+
+
+def test_the_error_of_a_part_is_not_its_modules_own(tmp_path):
+    tensors = made("m.o:input.0", "m.o:output.0", "m:input.0", "m:output.0")
+    wrong = changed(tensors, "m.o:output.0", lambda tensor: tensor.mul_(1.5))
+    wrong = changed(wrong, "m:output.0", lambda tensor: tensor.mul_(1.5))
+    outcome = compare_captures(*pair(tmp_path, tensors, wrong))
+    (finding,) = outcome.findings
+    assert finding.where.startswith("m.o:output.0")
+    assert outcome.data["modules"][-1]["verdict"] == "inherits"
 
 
 def test_a_layer_whose_error_grows_unlike_the_others_is_found(tmp_path):

@@ -352,6 +352,17 @@ def test_requests_are_paired_by_tokens_not_by_name(tmp_path):
     assert {row["request"]: row["held_against"] for row in outcome.data["requests"]} == renamed
 
 
+def test_a_prompt_that_begins_another_is_paired_with_its_like(tmp_path):
+    whole = random_caches()
+    cache, tokens = whole.caches["request-0"], whole.tokens["request-0"]
+    part = (cache[:, :, :, :32], tokens[:32])
+    test = Written({"a": part[0], "b": cache}, {"a": part[1], "b": tokens})
+    reference = Written({"x": cache, "y": part[0]}, {"x": tokens, "y": part[1]})
+    outcome = compare(tmp_path, test, reference)
+    assert not outcome.findings
+    assert {row["request"]: row["held_against"] for row in outcome.data["requests"]} == {"a": "y", "b": "x"}
+
+
 def test_a_request_without_counterpart_is_a_fault_on_either_side(tmp_path):
     reference = random_caches(requests=2)
     tokens = {**reference.tokens, "request-1": (101, *reference.tokens["request-1"][1:])}

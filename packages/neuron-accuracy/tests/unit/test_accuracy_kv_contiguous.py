@@ -195,6 +195,7 @@ def test_zeros_have_figures():
     assert metrics["cosine"].tolist() == [1, 0]
     assert metrics["relative_l2"].tolist() == [0, 1]
     assert metrics["gain"].tolist() == [1, 0]
+    assert metrics["bhattacharyya"].tolist() == [1, 0]
 
 
 @given(st.sets(st.integers(0, 40)))

@@ -354,6 +354,7 @@ def test_a_heat_map_draws_errors_by_magnitude_and_marks_those_above_the_limit():
     assert trace["text"] == [["", "", ""], ["✕", "✕", ""]]
     assert trace["customdata"][1][1] == "0.1235"
     assert "2 of 5 above the limit of 0.0001" in summary(chart)
+    assert [(name, shown.text) for name, shown in chart.others] == [("limit", "1e-4")]
 
 
 def test_a_heat_map_that_says_so_is_linear():

@@ -17,6 +17,7 @@ from neuron_core.errors import ConfigError
 from neuron_models import registry
 from neuron_models.pooling import check_pooling_model
 from neuron_parallel import ParallelPlan
+from vllm_neuron.config import neuron_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -242,6 +243,12 @@ MODEL_REFUSALS = (
         lambda c: (c.model_config.runner_type == "pooling" and c.model_config.logits_processors) or None,
         (None,),
         "a pooling model draws no token; leave it out",
+    ),
+    Refusal(
+        "neuron_config.tensor_capture",
+        lambda c: neuron_config(c).observes and c.model_config.runner_type,
+        (False, "generate"),
+        "as tensor_replacement and input_snapshots, of text generation alone; leave them out with --runner pooling",
     ),
     Refusal(
         "--logprobs-mode",

@@ -148,6 +148,8 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.supports("planted faults found", model="llama")
+@pytest.mark.supports("planted faults found", model="qwen3")
 @pytest.mark.parametrize(("fault", "model"), cases())
 def test_a_planted_fault_is_named_where_it_is(run, three_layers, fault, model):
     outcome = run(

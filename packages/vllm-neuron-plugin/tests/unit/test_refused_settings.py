@@ -95,6 +95,13 @@ REFUSED = [
         {"logits_processors": ["some.module:Processor"], "runner": "pooling"},
         "--logits-processors=['some.module:Processor']: a pooling model draws no token",
     ),
+    (
+        {
+            "runner": "pooling",
+            "additional_config": {"neuron_config": {"input_snapshots": {"folder": "x", "steps": [0]}}},
+        },
+        "neuron_config.tensor_capture='pooling': as tensor_replacement and input_snapshots, of text generation alone",
+    ),
     ({"worker_cls": "some.Worker"}, "--worker-cls='some.Worker': not supported; leave it out"),
     ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     ({"compilation_config": {"mode": 3}}, "--compilation-config.mode"),

@@ -171,7 +171,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["resumed"] += self.memory.resumed
 
 
-FEW = {"max_examples": 50, "stateful_step_count": 40}
+# The same examples each time: of so few, some draws would have none of the rarer events.
+FEW = {"max_examples": 50, "stateful_step_count": 40, "derandomize": True, "database": None}
 MANY = {"max_examples": 500, "stateful_step_count": 120}
 
 

@@ -115,21 +115,32 @@ def _add(
 
 
 def _matched(left: Sequence[Trace], right: Sequence[Trace]) -> list[Pair]:
+    pairs = _equal(left, right)
+    taken = {id(pair.reference) for pair in pairs.values()}
     scored = []
-    for i, trace in enumerate(left):
+    for i in (i for i in range(len(left)) if i not in pairs):
         for j, other in enumerate(right):
-            if shared := _shared(trace, other):
+            if id(other) not in taken and (shared := _shared(left[i], other)):
                 # Of equal beginnings, those that end together belong together: one prompt may begin another.
-                spare = len(trace.tokens) + len(other.tokens) - 2 * len(shared)
+                spare = len(left[i].tokens) + len(other.tokens) - 2 * len(shared)
                 scored.append((-len(shared), spare, i, j, shared))
-    taken_left, taken_right, pairs = set(), set(), {}
     for _, _, i, j, shared in sorted(scored, key=lambda item: item[:4]):
-        if i not in taken_left and j not in taken_right:
-            taken_left.add(i)
-            taken_right.add(j)
-            computed = tuple(at for at in shared if at in left[i].places and at in right[j].places)
-            pairs[i] = Pair(left[i], right[j], computed)
+        if i not in pairs and id(right[j]) not in taken:
+            taken.add(id(right[j]))
+            pairs[i] = Pair(left[i], right[j], shared)
     return [pairs[i] for i in sorted(pairs)]
+
+
+def _equal(left: Sequence[Trace], right: Sequence[Trace]) -> dict[int, Pair]:
+    """Requests with the same tokens throughout, as most have, found without trying each with each."""
+    waiting: dict[tuple[tuple[int, int], ...], list[Trace]] = defaultdict(list)
+    for other in reversed(right):
+        waiting[tuple(sorted(other.tokens.items()))].append(other)
+    pairs = {}
+    for i, trace in enumerate(left):
+        if same := waiting[tuple(sorted(trace.tokens.items()))]:
+            pairs[i] = Pair(trace, same.pop(), tuple(sorted(trace.tokens)))
+    return pairs
 
 
 def _shared(trace: Trace, other: Trace) -> tuple[int, ...]:

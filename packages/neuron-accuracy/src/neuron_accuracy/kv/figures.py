@@ -94,7 +94,7 @@ def sums(test: torch.Tensor, reference: torch.Tensor) -> Sums:
         (ours - theirs).square().sum(dim=1),
         (ours - theirs).abs().amax(dim=1),
         theirs.abs().amax(dim=1),
-        bhattacharyya(ours, theirs) * test.shape[1],
+        bhattacharyya(test.flatten(1), reference.flatten(1)) * test.shape[1],
         test.shape[1],
     )
 
@@ -106,7 +106,7 @@ def bhattacharyya(test: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """
     low = torch.minimum(test.amin(dim=1), reference.amin(dim=1))[:, None]
     high = torch.maximum(test.amax(dim=1), reference.amax(dim=1))[:, None]
-    width = (high - low).clamp_min(1e-300) / _BINS
+    width = ((high - low) / _BINS).clamp_min(torch.finfo(test.dtype).tiny)
     shares = []
     for rows in (test, reference):
         bins = ((rows - low) / width).floor().clamp(0, _BINS - 1).long()

@@ -12,8 +12,11 @@
     if (layout.showlegend && (width ?? chart.clientWidth) < 480) layout.height += 20 * data.length;
     Plotly.react(chart, data, width ? { ...layout, width } : layout, settings);
   };
+  // An entry may come late: the chart may be folded away, or drawn for paper, by then.
   const near = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting) { near.unobserve(entry.target); draw(entry.target); }
+    for (const { isIntersecting, target } of entries) {
+      if (isIntersecting && target.clientWidth > 0 && !target.dataset.drawn) draw(target);
+    }
   }, { rootMargin: "300px" });
   charts.forEach((chart) => near.observe(chart));
 
@@ -37,8 +40,14 @@
     folded.forEach((details) => { details.open = true; });
     charts.forEach((chart) => draw(chart, paper(chart)));
   });
+  // What is folded again cannot be measured: charts are drawn anew when they are next in view.
   addEventListener("afterprint", () => {
     folded.forEach((details) => { details.open = false; });
-    charts.filter((chart) => chart.dataset.drawn === "print").forEach((chart) => draw(chart));
+    charts.filter((chart) => chart.dataset.drawn === "print").forEach((chart) => {
+      Plotly.purge(chart);
+      delete chart.dataset.drawn;
+      near.unobserve(chart);
+      near.observe(chart);
+    });
   });
 })();
