@@ -193,3 +193,16 @@ def upstream(session: nox.Session) -> None:
     binaries = use_project_environment(session)
     env = QUIET | {"PYTHONPATH": str(ROOT / "tools")}
     session.run(f"{binaries}/python", "-m", "upstream", *session.posargs, env=env, external=True)
+
+
+@nox.session(venv_backend="none")
+def browser(session: nox.Session) -> None:
+    """Look at the accuracy report in a real Chromium, which has to be installed; pip fetches what drives it."""
+    python = f"{use_project_environment(session)}/python"
+    driver = session.create_tmp()
+    session.run(
+        python, "-m", "pip", "install", "--quiet", "--target", driver, "playwright>=1.50", external=True
+    )
+    tests = f"{MEMBERS['neuron-accuracy']}/tests/browser"
+    env = QUIET | {"PYTHONPATH": str(Path(driver).resolve())}
+    session.run(python, "-m", "pytest", tests, *session.posargs, env=env, external=True)
