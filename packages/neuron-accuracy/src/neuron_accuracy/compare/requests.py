@@ -49,6 +49,12 @@ class Pair:
     positions: tuple[int, ...]
     """Those that both computed, up to where their tokens part."""
 
+    @classmethod
+    def of(cls, test: Trace, reference: Trace, shared: Sequence[int]) -> Pair:
+        """With those of the ``shared`` positions that neither found in its cache."""
+        computed = tuple(at for at in shared if at in test.places and at in reference.places)
+        return cls(test, reference, computed)
+
 
 def traces(capture: Capture) -> list[Trace]:
     """Every request of a capture, in the order they were first seen."""
@@ -127,7 +133,7 @@ def _matched(left: Sequence[Trace], right: Sequence[Trace]) -> list[Pair]:
     for _, _, i, j, shared in sorted(scored, key=lambda item: item[:4]):
         if i not in pairs and id(right[j]) not in taken:
             taken.add(id(right[j]))
-            pairs[i] = Pair(left[i], right[j], shared)
+            pairs[i] = Pair.of(left[i], right[j], shared)
     return [pairs[i] for i in sorted(pairs)]
 
 
@@ -139,7 +145,7 @@ def _equal(left: Sequence[Trace], right: Sequence[Trace]) -> dict[int, Pair]:
     pairs = {}
     for i, trace in enumerate(left):
         if same := waiting[tuple(sorted(trace.tokens.items()))]:
-            pairs[i] = Pair(trace, same.pop(), tuple(sorted(trace.tokens)))
+            pairs[i] = Pair.of(trace, same.pop(), sorted(trace.tokens))
     return pairs
 
 
