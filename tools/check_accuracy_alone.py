@@ -53,7 +53,7 @@ def compare_models(model: Any, faulty: Any, folder: Path) -> None:
         triage = Triage(roles, [[5, 6, 7, 8], [9, 10, 11]], folder / name, num_tokens=4)
         outcomes = list(triage.run())
         summary = triage.summary(outcomes)
-        triage.write([summary, *outcomes], {})
+        triage.write(outcomes, {})
         assert summary.passed == (expected is None), summary.faults
         assert expected is None or summary.findings[0].where.startswith(expected), summary.findings[0]
 

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from neuron_accuracy.capture.spec import CaptureSpec
-from neuron_accuracy.cli.logits import opened, options_by_role
-from neuron_accuracy.cli.roles import completed
+from neuron_accuracy.cli.options import option_option, prompt_options, reference_option, test_option
+from neuron_accuracy.cli.progress import progress_bar
+from neuron_accuracy.cli.subjects import completed, opened, options_by_role, prompts_of
 from neuron_accuracy.cli.verdict import json_option, say
 from neuron_accuracy.errors import SubjectError
 from neuron_accuracy.findings import Outcome
-from neuron_accuracy.logits.prompts import default_prompts, encode_prompts, read_prompts
+from neuron_accuracy.logits.prompts import encode_prompts
 from neuron_accuracy.logits.same import check_same_tokens, label
 from neuron_accuracy.replace.bisect import Replaceable, bisect
 from neuron_accuracy.replace.eager import ReplaceableTransformers
@@ -33,22 +32,10 @@ OTHER_LIMIT = 0.05
 
 
 @click.command("bisect")
-@click.option("--test", required=True, metavar="KIND:MODEL", help="What is tested.")
-@click.option(
-    "--reference", metavar="KIND:MODEL", help="What it is held against; the test's model in transformers."
-)
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="ROLE.NAME=VALUE",
-    help="An option of a subject, such as test.tensor_parallel_size=2.",
-)
-@click.option(
-    "--prompts", "prompts_file", metavar="FILE", help='A line each: {"text": …} or {"token_ids": […]}.'
-)
-@click.option("--num-prompts", default=2, show_default=True, help="Built-in prompts, if no file is given.")
-@click.option("--tokens", default=4, show_default=True, help="Tokens after each prompt.")
+@test_option
+@reference_option
+@option_option
+@prompt_options(2, 4)
 @click.option(
     "--modules", default="**", show_default=True, help="Patterns of the modules that may be at fault."
 )
@@ -77,9 +64,7 @@ def bisect_command(
     texts.pop("baseline", None)
     with opened(texts, given) as subjects, tempfile.TemporaryDirectory(prefix="neuron-accuracy-") as scratch:
         held, truth = subjects["test"], subjects["reference"]
-        prompts = (
-            default_prompts(truth, num_prompts) if prompts_file is None else read_prompts(Path(prompts_file))
-        )
+        prompts = prompts_of(prompts_file, num_prompts, truth)
         encoded = encode_prompts(prompts, truth, held)
         outcome = _bisect(held, truth, encoded, tokens, patterns, limit, Path(scratch))
     say(outcome, json_to)
@@ -100,10 +85,7 @@ def _bisect(
     tokens = [item.tokens for item in made]
     expected = reference.force(prompts, tokens, 0)
     reference.capture(prompts, tokens, CaptureSpec(tuple(patterns)), scratch / "reference")
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("probes")
+    with progress_bar("probes") as advance:
         return bisect(
             replaceable,
             expected,
@@ -113,7 +95,7 @@ def _bisect(
             limit=limit if limit is not None else LIMITS.get(test.info().dtype, OTHER_LIMIT),
             patterns=patterns,
             names=(label(test.info()), label(reference.info())),
-            progress=lambda done, total: bar.update(task, completed=done, total=max(done, total)),
+            progress=lambda done, total: advance(done, max(done, total)),
         )
 
 

@@ -6,24 +6,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import Progress
 
+from neuron_accuracy.cli.options import capture_arguments
+from neuron_accuracy.cli.progress import progress_bar
 from neuron_accuracy.cli.verdict import json_option, say
 
 __all__ = ["kv_command"]
 
-_FOLDER = click.Path(path_type=Path)
-
 
 @click.command("kv")
-@click.argument("test", type=_FOLDER)
-@click.argument("reference", type=_FOLDER)
-@click.option(
-    "--baseline",
-    type=_FOLDER,
-    help="A capture of higher precision, such as float32, that both are held against.",
-)
+@capture_arguments
 @json_option
 def kv_command(test: Path, reference: Path, baseline: Path | None, json_to: str | None) -> None:
     """Compare the KV caches in the captures TEST and REFERENCE by layer, head and position."""
@@ -31,10 +23,6 @@ def kv_command(test: Path, reference: Path, baseline: Path | None, json_to: str 
     from neuron_accuracy.kv.compare import compare_caches
 
     captures = [Capture(folder) for folder in (test, reference, baseline) if folder is not None]
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("layers of requests", total=None)
-        outcome = compare_caches(
-            *captures, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with progress_bar("layers of requests") as advance:
+        outcome = compare_caches(*captures, progress=advance)
     say(outcome, json_to)

@@ -3,42 +3,32 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NoReturn
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from neuron_accuracy.cli.options import option_option, prompt_options, test_option
+from neuron_accuracy.cli.progress import progress_bar
+from neuron_accuracy.cli.subjects import opened, options_by_role, prompts_of
 from neuron_accuracy.cli.verdict import json_option, say
 from neuron_accuracy.logits.golden import GoldenCache
 from neuron_accuracy.logits.limits import parse_limits
-from neuron_accuracy.logits.prompts import Prompt, default_prompts, encode_prompts, read_prompts
+from neuron_accuracy.logits.prompts import encode_prompts
 from neuron_accuracy.logits.validate import DEFAULT_TOP, validate_logits
-from neuron_accuracy.subjects.open import open_subject
-from neuron_accuracy.subjects.protocol import Subject
-from neuron_core.errors import ConfigError, unknown_name_hint
 
-__all__ = ["logits_command", "opened", "options_by_role", "progress_bar"]
-
-ROLES = ("test", "reference", "baseline")
+__all__ = ["logits_command"]
 
 
 @click.command("logits")
-@click.option("--test", required=True, metavar="KIND:MODEL", help="What is tested.")
+@test_option
 @click.option("--reference", required=True, metavar="KIND:MODEL", help="What it is held against.")
 @click.option(
     "--baseline",
     metavar="KIND:MODEL",
     help="A float32 model: three-way, where the reference is of the test's dtype and shows what that alone changes.",
 )
-@click.option(
-    "--prompts", "prompts_file", metavar="FILE", help='A line each: {"text": …} or {"token_ids": […]}.'
-)
-@click.option("--num-prompts", default=8, show_default=True, help="Built-in prompts, if no file is given.")
-@click.option("--tokens", default=16, show_default=True, help="Tokens after each prompt.")
+@prompt_options(8, 16)
 @click.option(
     "--top",
     default=DEFAULT_TOP,
@@ -53,13 +43,7 @@ ROLES = ("test", "reference", "baseline")
     metavar="URL",
     help="Keep what reference and baseline say in a directory, or where fsspec can.",
 )
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="ROLE.NAME=VALUE",
-    help="An option of a subject, such as test.dtype=bfloat16.",
-)
+@option_option
 @json_option
 def logits_command(
     test: str,
@@ -85,7 +69,7 @@ def logits_command(
     texts = {"test": test, "reference": reference} | ({} if baseline is None else {"baseline": baseline})
     with opened(texts, options_by_role(options, tuple(texts))) as subjects:
         others = [subject for role, subject in subjects.items() if role != "reference"]
-        prompts = _prompts(prompts_file, num_prompts, subjects["reference"])
+        prompts = prompts_of(prompts_file, num_prompts, subjects["reference"])
         encoded = encode_prompts(prompts, subjects["reference"], *others)
         with progress_bar("prompts", len(encoded)) as advance:
             outcome = validate_logits(
@@ -101,46 +85,3 @@ def logits_command(
                 progress=advance,
             )
     say(outcome, json_to)
-
-
-def options_by_role(
-    options: Sequence[str], roles: Sequence[str] = ROLES, flag: str = "--option"
-) -> dict[str, dict[str, str]]:
-    """``test.dtype=bfloat16`` as ``{"test": {"dtype": "bfloat16"}}``; raises ``ConfigError``."""
-    given: dict[str, dict[str, str]] = {role: {} for role in roles}
-    for option in options:
-        name, equals, value = option.partition("=")
-        role, dot, setting = name.partition(".")
-        if not equals or not dot or not setting:
-            raise ConfigError(flag, option, f"must be ROLE.NAME=VALUE; {roles[0]}.dtype=bfloat16 works")
-        if role not in given:
-            raise ConfigError(flag, option, f"no such role here; {unknown_name_hint(role, roles)}")
-        given[role][setting] = value
-    return given
-
-
-@contextlib.contextmanager
-def opened(
-    texts: Mapping[str, str], options: Mapping[str, Mapping[str, str]]
-) -> Iterator[dict[str, Subject]]:
-    """Subjects by role, closed at the end."""
-    with contextlib.ExitStack() as stack:
-        subjects: dict[str, Subject] = {}
-        for role, text in texts.items():
-            subjects[role] = open_subject(text, options.get(role, {}))
-            stack.callback(subjects[role].close)
-        yield subjects
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error if that is a terminal; called with what is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
-def _prompts(path: str | None, count: int, reference: Subject) -> list[Prompt]:
-    return default_prompts(reference, count) if path is None else read_prompts(Path(path))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from neuron_accuracy.cli.logits import progress_bar
+from neuron_accuracy.cli.progress import progress_bar
 from neuron_accuracy.cli.verdict import json_option, say
 
 __all__ = ["replay_command"]

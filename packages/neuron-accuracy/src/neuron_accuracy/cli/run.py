@@ -9,11 +9,11 @@ from typing import NoReturn
 
 import click
 
-from neuron_accuracy.cli.logits import opened, options_by_role
-from neuron_accuracy.cli.roles import completed
+from neuron_accuracy.cli.options import option_option, prompt_options, reference_option, test_option
+from neuron_accuracy.cli.subjects import ROLES, completed, opened, options_by_role, prompts_of
 from neuron_accuracy.cli.verdict import json_option, say
 from neuron_accuracy.findings import Outcome, write_outcome
-from neuron_accuracy.logits.prompts import default_prompts, encode_prompts, read_prompts
+from neuron_accuracy.logits.prompts import encode_prompts
 from neuron_accuracy.run.triage import LEVELS, Roles, Triage
 from neuron_core.errors import ConfigError, unknown_name_hint
 
@@ -21,27 +21,15 @@ __all__ = ["run_command"]
 
 
 @click.command("run")
-@click.option("--test", required=True, metavar="KIND:MODEL", help="What is tested.")
-@click.option(
-    "--reference", metavar="KIND:MODEL", help="What it is held against; the test's model in transformers."
-)
+@test_option
+@reference_option
 @click.option(
     "--baseline",
     metavar="KIND:MODEL",
     help="The same in higher precision; in transformers and float32 if the test has another dtype.",
 )
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="ROLE.NAME=VALUE",
-    help="An option of a subject, such as test.tensor_parallel_size=2.",
-)
-@click.option(
-    "--prompts", "prompts_file", metavar="FILE", help='A line each: {"text": …} or {"token_ids": […]}.'
-)
-@click.option("--num-prompts", default=6, show_default=True, help="Built-in prompts, if no file is given.")
-@click.option("--tokens", default=12, show_default=True, help="Tokens after each prompt.")
+@option_option
+@prompt_options(6, 12)
 @click.option("--levels", default=",".join(LEVELS), show_default=True, help="Which levels, in this order.")
 @click.option("--tasks", metavar="NAME,…", help="Tasks of the widest level, such as cloze,arithmetic.")
 @click.option("--thresholds", metavar="FILE", help="What tasks must reach, as TOML.")
@@ -79,16 +67,10 @@ def run_command(
       neuron-accuracy run --test vllm-neuron:./smollm2 --option test.dtype=float32
     """
     chosen = _levels(levels)
-    texts, given = completed(
-        test, reference, baseline, options_by_role(options, ("test", "reference", "baseline"))
-    )
+    texts, given = completed(test, reference, baseline, options_by_role(options, ROLES))
     with opened(texts, given) as subjects:
         roles = Roles(subjects["test"], subjects["reference"], subjects.get("baseline"))
-        prompts = (
-            default_prompts(roles.truth, num_prompts)
-            if prompts_file is None
-            else read_prompts(Path(prompts_file))
-        )
+        prompts = prompts_of(prompts_file, num_prompts, roles.truth)
         encoded = encode_prompts(prompts, *subjects.values())
         triage = Triage(
             roles,
@@ -105,7 +87,7 @@ def run_command(
             outcomes.append(outcome)
             write_outcome(outcome, folder / f"{outcome.tool}.json")
         summary = triage.summary(outcomes)
-    path = triage.write([summary, *outcomes], texts)
+    path = triage.write(outcomes, texts)
     click.echo(f"report: {path}", err=True)
     say(summary, json_to)
 

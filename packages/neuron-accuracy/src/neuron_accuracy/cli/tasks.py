@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 import click
 
-from neuron_accuracy.cli.logits import opened, options_by_role, progress_bar
+from neuron_accuracy.cli.options import option_option, test_option
+from neuron_accuracy.cli.progress import progress_bar
+from neuron_accuracy.cli.subjects import opened, options_by_role
 from neuron_accuracy.cli.verdict import json_option, say
 from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Outcome
@@ -26,7 +28,7 @@ _LOCAL = ",".join(name for name, info in TASKS.items() if info.local)
 
 
 @click.command("tasks")
-@click.option("--test", required=True, metavar="KIND:MODEL", help="What is tested.")
+@test_option
 @click.option("--reference", metavar="KIND:MODEL", help="What it is held against, sample by sample.")
 @click.option(
     "--tasks",
@@ -48,13 +50,7 @@ _LOCAL = ",".join(name for name, info in TASKS.items() if info.local)
 @click.option(
     "--deviating", metavar="FILE", help="Write samples to look at as prompts, for logits --prompts."
 )
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="ROLE.NAME=VALUE",
-    help="An option of a subject, such as test.dtype=bfloat16.",
-)
+@option_option
 @json_option
 def tasks_command(
     test: str,

@@ -16,9 +16,9 @@ from neuron_accuracy.capture.reader import Capture
 from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_accuracy.compare.captures import compare_captures
 from neuron_accuracy.compare.local import check_modules, leaves
-from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Finding, Level, Outcome, Severity
 from neuron_accuracy.kv.compare import compare_caches
+from neuron_accuracy.logits.same import label
 from neuron_accuracy.logits.validate import validate_logits
 from neuron_accuracy.run.place import first_to_look_at
 from neuron_accuracy.sampling.check import check_sampling
@@ -107,7 +107,8 @@ class Triage:
             "levels": rows,
         }
         findings = others if first is None else [first, *others]
-        return Outcome("run", "All levels", outcomes[0].test, outcomes[0].reference, findings, data)
+        names = label(self.roles.test.info()), label(self.roles.truth.info())
+        return Outcome("run", "All levels", *names, findings, data)
 
     def _task(self) -> Outcome:
         if self.tasks is None:
@@ -163,8 +164,7 @@ class Triage:
 
     def _left_out(self, tool: str, title: str, level: Level, why: str) -> Outcome:
         note = Finding(level, "left out", title.lower(), why, Severity.NOTE)
-        info = self.roles.test.info()
-        return Outcome(tool, title, info.model, self.roles.truth.info().model, [note])
+        return Outcome(tool, title, label(self.roles.test.info()), label(self.roles.truth.info()), [note])
 
     def _captures(self) -> dict[str, Capture]:
         """Of all roles, over the prompts and one long prompt twice; made once."""
@@ -186,13 +186,10 @@ class Triage:
         made = self.roles.truth.generate(prompts, self.num_tokens, [Sampling()] * len(prompts), 1)
         return prompts, [item.tokens for item in made]
 
-    def write(self, outcomes: Mapping[str, Outcome] | Sequence[Outcome], about: Mapping[str, Any]) -> Path:
-        """Write the report of all outcomes next to the captures."""
+    def write(self, outcomes: Sequence[Outcome], about: Mapping[str, Any]) -> Path:
+        """Write the report of the levels' outcomes next to the captures; raises ``AccuracyError`` if there is none."""
         from neuron_accuracy.report.write import write_report
 
-        if not outcomes:
-            raise AccuracyError("no level was run; name one of " + ", ".join(LEVELS))
-        held = list(outcomes.values()) if isinstance(outcomes, Mapping) else list(outcomes)
         path = self.folder / "report.html"
-        write_report(held, path, title="Accuracy", about=about)
+        write_report(outcomes, path, title="Accuracy", about=about)
         return path

@@ -72,7 +72,9 @@ def replay(
 
     ``progress(done)`` is called after each. Data: ``calls``, a row per tensor that came out.
     """
-    ops.load_kernels(Environment.read().cache_dir)  # the engine's, or the reference's roundings would be compared
+    ops.load_kernels(
+        Environment.read().cache_dir
+    )  # the engine's, or the reference's roundings would be compared
     findings: list[Finding] = []
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="neuron-accuracy-replay-") as scratch:
