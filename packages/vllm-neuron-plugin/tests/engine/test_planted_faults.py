@@ -37,7 +37,13 @@ PLANTED = [
     Planted(
         "weight_row", "tensor", "diverges", "model.layers.1.mlp.down_proj:output.0, only channel 5", "1.02"
     ),
-    Planted("rope_base", "kv", "rotary", "keys of layer 0", "about 20,000 against 10,000"),
+    Planted(
+        "rope_base",
+        "kv",
+        "rotary",
+        "keys of",
+        "keys from layer 0 on diverge with position, position 0 agrees",
+    ),
     Planted(
         "swapped_kv_heads", "kv", "swapped heads", "layer 0", "holds what the reference has in head", ranks=2
     ),

@@ -136,8 +136,6 @@ def test_a_damaged_snapshot_is_named(taken, replay, tmp_path):
     (folder / "layer.0" / "rank0" / "graph.py").unlink()
     with pytest.raises(CaptureError, match=r"graph\.py is missing"):
         read_call(folder / "layer.0" / "rank0")
-    code, _, error = replay(tmp_path, "fx")
-    assert code == 2
     with pytest.raises(CaptureError, match="holds no snapshot"):
         find_calls(tmp_path / "cut" / "layer.0" / "nothing")
 
