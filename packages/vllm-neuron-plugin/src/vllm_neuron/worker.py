@@ -271,10 +271,12 @@ class NeuronWorker(WorkerBase):
             raise ConfigError("begin_capture", folder, hint)
         self._on_stream(lambda: recorder.begin(Path(folder)))
 
-    def end_observation(self) -> None:
-        """End a capture: what has ended since the last step is written too."""
-        if isinstance(self.runner, NeuronModelRunner):
-            self.runner.end_observation()
+    def end_observation(self) -> str | None:
+        """End a capture: what has ended since the last step is written too.
+
+        Returns why nothing had been written any more before, if so; a problem of writing ends no engine.
+        """
+        return self.runner.end_observation() if isinstance(self.runner, NeuronModelRunner) else None
 
     def replace_modules(self, modules: list[str]) -> None:
         """Take these modules' outputs from the capture that ``tensor_replacement`` names; raises ``ConfigError``."""

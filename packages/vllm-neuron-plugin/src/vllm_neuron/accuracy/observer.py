@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from neuron_accuracy.capture.spec import CaptureSpec
+from neuron_accuracy.errors import CaptureError
 from neuron_core.errors import ConfigError, unknown_name_hint
 from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.compiled import Watch
@@ -22,6 +24,8 @@ from vllm_neuron.runner.inputs import Batch
 from vllm_neuron.runner.requests import Request, RequestTable
 
 __all__ = ["AccuracyObserver", "accuracy_observer"]
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class AccuracyObserver:
@@ -40,6 +44,7 @@ class AccuracyObserver:
         self._model = model
         self.taps = Taps(model, self._wants, self._may_put)
         self._called: set[str] = set()
+        self._problem: str | None = None
         self._named = frozenset(name for name, _ in model.named_modules())
 
     def puts(
@@ -52,7 +57,12 @@ class AccuracyObserver:
 
     def watch(self, program: TappedProgram, batch: Batch, values: Mapping[str, Tensor]) -> Watch | None:
         """See `StepObserver`."""
-        return None if self.snapshots is None else self.snapshots.watch(program.program, batch, values)
+        if self.snapshots is None:
+            return None
+        watch = self.snapshots.watch(program.program, batch, values)
+        if self.snapshots.problem is not None:
+            self._problem = self.snapshots.problem
+        return watch
 
     def ran(
         self,
@@ -63,23 +73,35 @@ class AccuracyObserver:
         table: RequestTable,
     ) -> None:
         """See `StepObserver`."""
-        if self.recorder is not None:
-            self.recorder.ran(program, batch, values, outputs, table)
+        if (recorder := self.recorder) is not None:
+            self._write(lambda: recorder.ran(program, batch, values, outputs, table))
 
     def ended(self, table: RequestTable, requests: Sequence[Request], caches: Sequence[Tensor]) -> None:
         """See `StepObserver`."""
-        if self.recorder is not None:
-            self.recorder.ended(table, requests, caches)
+        if (recorder := self.recorder) is not None:
+            self._write(lambda: recorder.ended(table, requests, caches))
 
     def preempted(self, request_ids: Sequence[str]) -> None:
         """See `StepObserver`."""
         if self.recorder is not None:
             self.recorder.preempted(request_ids)
 
-    def close(self) -> None:
+    def close(self) -> str | None:
         """See `StepObserver`."""
         if self.recorder is not None:
             self.recorder.close()
+        problem, self._problem = self._problem, None
+        return problem
+
+    def _write(self, work: Callable[[], None]) -> None:
+        """Do what writes. If it cannot, the engine goes on serving, and :meth:`close` says why it wrote no more."""
+        try:
+            work()
+        except CaptureError as error:
+            logger.error("nothing is captured any more: %s", error)
+            self._problem = str(error)
+            if self.recorder is not None:
+                self.recorder.close()
 
     def check(self) -> None:
         """Raise ``ConfigError`` for a pattern that none of the modules of the model's programs has matched."""

@@ -34,23 +34,18 @@ class Recorder:
         self._attentions = [module for module in model.modules() if isinstance(module, PagedAttention)]
         self._run = RunRecord(subject_info(vllm_config), size, layouts(model, size), names(model))
         self._rank, self._size = rank, size
-        self._folder = settings.folder
-        self._writer: CaptureWriter | None = None
+        self._writer = self._write_to(settings.folder)
         self._ended = False
         self._count = 0
         self._computed: dict[str, tuple[int, int]] = {}
 
-    @property
-    def writer(self) -> CaptureWriter:
-        """Of the folder that is written to; it appears with the first thing written."""
-        if self._writer is None:
-            self._writer = CaptureWriter(self._folder, self.spec, self._run, rank=self._rank)
-        return self._writer
-
     def begin(self, folder: Path) -> None:
         """End the capture and begin another; requests that run go on in it as new ones."""
         self.close()
-        self._folder, self._writer, self._count, self._ended = folder, None, 0, False
+        self._writer, self._count, self._ended = self._write_to(folder), 0, False
+
+    def _write_to(self, folder: Path) -> CaptureWriter:
+        return CaptureWriter(folder, self.spec, self._run, rank=self._rank)
 
     def ran(
         self,
@@ -70,12 +65,12 @@ class Recorder:
         for row in rows:
             begun, _ = self._computed.get(row.request, (row.positions[0], 0))
             self._computed[row.request] = (begun, row.positions[-1] + 1)
-        if not self._ended and self.writer.wants(record):
+        if not self._ended and self._writer.wants(record):
             taken = {
                 (tap.module, tap.tensor): as_rows(self._model, tap, outputs[tap.value])
                 for tap in program.taps
             }
-            self.writer.write_step(record, taken)
+            self._writer.write_step(record, taken)
 
     def _rows(self, batch: Batch, values: Mapping[str, Tensor], table: RequestTable) -> tuple[StepRow, ...]:
         ids, positions = values["token_ids"].tolist(), values["positions"].tolist()
@@ -104,7 +99,7 @@ class Recorder:
     def close(self) -> None:
         """End the capture; what comes later is not written."""
         if not self._ended:
-            self.writer.close()
+            self._writer.close()
         self._ended = True
 
     def _write_cache(
@@ -130,4 +125,4 @@ class Recorder:
             for module in self._attentions
         ]
         pages = [cache[block_ids.astype(np.int64)] for cache in caches]
-        self.writer.write_cache(record, pages, scales)
+        self._writer.write_cache(record, pages, scales)

@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 from neuron_accuracy.capture.spec import CaptureSpec
-from neuron_accuracy.errors import SubjectError
+from neuron_accuracy.errors import CaptureError, SubjectError
 from neuron_accuracy.replace.source import ReferenceRows
 from neuron_accuracy.subjects.info import SubjectInfo
 from neuron_accuracy.subjects.protocol import Generation, Sampling, Scores
@@ -86,7 +86,7 @@ class EngineSubject:
         )
         llm.collective_rpc("begin_capture", args=(str(folder),))
         outputs = _draw(llm, prompts, sampling, num_tokens, top or 1)
-        llm.collective_rpc("end_observation")
+        _end(llm)
         drawn = [tuple(output.outputs[0].token_ids) for output in outputs]
         if top == 0:
             scores = _captured_scores(folder, prompts, drawn, 0)
@@ -124,7 +124,7 @@ class EngineSubject:
         settings = {"tensor_capture": {"folder": str(folder), **spec.to_json()}}
         llm = self._engines.forcing(settings)
         _run(llm, prompts, continuations)
-        llm.collective_rpc("end_observation")
+        _end(llm)
         self._engines.close()
 
     def candidates(self, reference: Path, patterns: Sequence[str]) -> Sequence[str]:
@@ -148,7 +148,7 @@ class EngineSubject:
         llm.collective_rpc("begin_capture", args=(str(folder),))
         llm.collective_rpc("replace_modules", args=(list(chosen),))
         _run(llm, prompts, continuations)
-        llm.collective_rpc("end_observation")
+        _end(llm)
         return _captured_scores(folder, prompts, continuations, 0)
 
     def _replacing(self, reference: Path, patterns: Sequence[str]) -> Any:
@@ -174,6 +174,13 @@ class EngineSubject:
         if tokenizer is None:
             raise SubjectError(f"{self._engines.model} has no tokenizer: give prompts as token ids")
         return tokenizer
+
+
+def _end(llm: Any) -> None:
+    """End a capture; raises ``CaptureError`` if it had ended before it was whole."""
+    for problem in llm.collective_rpc("end_observation"):
+        if problem is not None:
+            raise CaptureError(problem)
 
 
 def _value(value: Any) -> Any:

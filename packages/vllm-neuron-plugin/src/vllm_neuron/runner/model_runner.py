@@ -124,11 +124,15 @@ class NeuronModelRunner:
         self._collect(most_left=0)
         return output.get_output()
 
-    def end_observation(self) -> None:
-        """Let the observer take what is left: requests that have ended without a step since."""
-        if self.observer is not None:
-            self._tell(self.observer, tuple(self.table.requests), ())
-            self.observer.close()
+    def end_observation(self) -> str | None:
+        """Let the observer take what is left: requests that have ended without a step since.
+
+        Returns why it had stopped before, if it had.
+        """
+        if self.observer is None:
+            return None
+        self._tell(self.observer, tuple(self.table.requests), ())
+        return self.observer.close()
 
     def _tell(self, observer: StepObserver, finished: Iterable[str], preempted: Iterable[str]) -> None:
         ended = [self.table.requests[name] for name in finished if name in self.table.requests]

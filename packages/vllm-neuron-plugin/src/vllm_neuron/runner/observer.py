@@ -58,6 +58,6 @@ class StepObserver(Protocol):
         """Raise ``ConfigError`` if it asks for what no program has; called when all are made."""
         ...
 
-    def close(self) -> None:
-        """Nothing comes any more."""
+    def close(self) -> str | None:
+        """Nothing comes any more; returns why it had stopped before, if it had."""
         ...
