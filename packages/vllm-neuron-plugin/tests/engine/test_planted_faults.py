@@ -203,5 +203,5 @@ def test_a_clean_run_gives_no_alarm(run, three_layers, tmp_path, model, dtype, r
     assert outcome["code"] == 0, [f for f in outcome["findings"] if f["severity"] == "fault"]
     assert outcome["passed"]
     done = {row["level"]: row["verdict"] for row in outcome["data"]["levels"]}
-    assert done == dict.fromkeys(("task", "prompt", "sampling", "kv", "tensor"), "passed")
+    assert done == {"task": "left out"} | dict.fromkeys(("prompt", "sampling", "kv", "tensor"), "passed")
     assert (tmp_path / "out" / "report.html").stat().st_size > 100_000

@@ -16,6 +16,7 @@ from neuron_accuracy.capture.reader import Capture
 from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_accuracy.compare.captures import compare_captures
 from neuron_accuracy.compare.local import check_modules, leaves
+from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Finding, Level, Outcome, Severity
 from neuron_accuracy.kv.compare import compare_caches
 from neuron_accuracy.logits.same import label
@@ -32,6 +33,9 @@ SPEC = CaptureSpec(("**",), ("output.*", "input.0"), kv=True)
 
 LONG_PROMPT = 72
 """Tokens of the prompt that is given twice, so that the second meets whole blocks that the first left in the cache."""
+
+LEFT_OUT = "left out"
+"""The kind of the note, and the verdict, of a level that was not run."""
 
 Tell = Callable[[str], None]
 """Called with what is done next."""
@@ -69,6 +73,7 @@ class Triage:
     tasks: Callable[[], Outcome] | None = None
     tell: Tell = lambda what: None
     seconds: dict[str, float] = field(default_factory=dict)
+    _made: dict[str, Capture] = field(default_factory=dict, init=False, repr=False)
 
     def run(self) -> Iterator[Outcome]:
         """An outcome per level as it is done; a level that a subject is not able to is an outcome with a note.
@@ -96,7 +101,7 @@ class Triage:
         rows = [
             {
                 "level": level,
-                "verdict": "passed" if outcome.passed else "failed",
+                "verdict": _verdict(outcome),
                 "faults": len(outcome.faults),
                 "seconds": round(self.seconds[level], 1),
             }
@@ -154,7 +159,9 @@ class Triage:
         known = {finding.where.partition(":")[0] for finding in outcome.faults}
         new = [finding for finding in findings if finding.where.partition(":")[0] not in known]
         rows = [{**asdict(error), "passes": error.passes} for error in errors]
-        return replace(outcome, findings=[*new, *outcome.findings], data={**outcome.data, "own_errors": rows})
+        ran = {row["name"]: place for place, row in enumerate(outcome.data["modules"])}
+        findings = sorted([*new, *outcome.findings], key=lambda finding: _place(finding, ran))
+        return replace(outcome, findings=findings, data={**outcome.data, "own_errors": rows})
 
     def _lacking(self, ability: str) -> str | None:
         lacking = [
@@ -163,14 +170,14 @@ class Triage:
         return f"{' and '.join(lacking)} cannot: no {ability}" if lacking else None
 
     def _left_out(self, tool: str, title: str, level: Level, why: str) -> Outcome:
-        note = Finding(level, "left out", title.lower(), why, Severity.NOTE)
+        note = Finding(level, LEFT_OUT, title.lower(), why, Severity.NOTE)
         return Outcome(tool, title, label(self.roles.test.info()), label(self.roles.truth.info()), [note])
 
     def _captures(self) -> dict[str, Capture]:
         """Of all roles, over the prompts and one long prompt twice; made once."""
         root = self.folder / "captures"
-        if not hasattr(self, "_made"):
-            shutil.rmtree(root, ignore_errors=True)
+        if not self._made:
+            _clear(root)
             prompts, tokens = self._sequences()
             for role, subject in self.roles.all().items():
                 self.tell(f"capture of the {role}")
@@ -193,3 +200,26 @@ class Triage:
         path = self.folder / "report.html"
         write_report(outcomes, path, title="Accuracy", about=about)
         return path
+
+
+def _verdict(outcome: Outcome) -> str:
+    if any(finding.kind == LEFT_OUT for finding in outcome.findings):
+        return LEFT_OUT
+    return "passed" if outcome.passed else "failed"
+
+
+def _place(finding: Finding, ran: Mapping[str, int]) -> int:
+    """Where in the order of modules a finding belongs: what was wrong with the input first, notes last."""
+    if finding.severity is Severity.NOTE:
+        return len(ran)
+    return -1 if finding.level is Level.INPUT else ran.get(finding.where.partition(",")[0], len(ran))
+
+
+def _clear(root: Path) -> None:
+    """Remove the captures of an earlier run; raises ``AccuracyError`` if something else is among them."""
+    for path in sorted(root.iterdir()) if root.exists() else ():
+        if not (path / "capture.json").is_file():
+            raise AccuracyError(
+                f"{path} is no capture of an earlier run; give another folder with --out, or move it"
+            )
+    shutil.rmtree(root, ignore_errors=True)

@@ -202,7 +202,15 @@ def _draw(
     if not prompts:
         return []
     params = [_params(how, num_tokens, top) for how in sampling]
-    outputs: list[Any] = llm.generate(_prompts(prompts), params, use_tqdm=False)
+    return _generate(llm, prompts, params)
+
+
+def _generate(llm: Any, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Any]:
+    """Raises ``SubjectError`` for a request that the engine refuses."""
+    try:
+        outputs: list[Any] = llm.generate(_prompts(prompts), params, use_tqdm=False)
+    except ValueError as error:
+        raise SubjectError(f"the engine refuses a request: {error}") from error
     return outputs
 
 
@@ -239,7 +247,7 @@ def _run(llm: Any, prompts: Sequence[Sequence[int]], continuations: Sequence[Seq
             )
             for _, tokens in wave
         ]
-        llm.generate(_prompts([prompt for prompt, _ in wave]), params, use_tqdm=False)
+        _generate(llm, [prompt for prompt, _ in wave], params)
         waiting = later
 
 
