@@ -42,7 +42,9 @@ def tools(driver, tmp_path_factory):
     return {name: kept / name if (kept / name).is_dir() else made / name for name in ("kernels", "toolchain")}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
+# By default a server does so from a copy of what was compiled: the plugin's test_compile_ahead.py.
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loaded_model_compiles_nothing_after_a_compile_without_weights(checkpoint, tools, tmp_path, ranks):
     cache = tmp_path / "cache"
     for name, folder in tools.items():

@@ -48,8 +48,8 @@ def tokens_of(done: subprocess.CompletedProcess[str]) -> list[list[int]]:
     "arguments",
     [
         pytest.param({}, id="one-rank"),
-        pytest.param({"tensor_parallel_size": 2}, id="two-ranks"),
-        # Both run in the process of other default tests; here they would add a start each.
+        # All three run in the processes of other default tests; here they would add a start each.
+        pytest.param({"tensor_parallel_size": 2}, id="two-ranks", marks=pytest.mark.nightly),
         pytest.param({"async_scheduling": True}, id="asynchronous", marks=pytest.mark.nightly),
         pytest.param({"block_size": 32}, id="blocks-of-32", marks=pytest.mark.nightly),
     ],

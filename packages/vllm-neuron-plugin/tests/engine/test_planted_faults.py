@@ -68,7 +68,7 @@ PLANTED = [
         "bfloat16",
     ),
 ]
-BY_DEFAULT = ("weight_row", "overwritten_block")
+BY_DEFAULT = ("overwritten_block",)
 
 Models = dict[str, Path]
 

@@ -159,8 +159,11 @@ REFUSED = [
 ]
 
 
-def test_an_option_that_cannot_work_is_named(tiny_llama, tmp_path):
+@pytest.mark.parametrize(
+    "refused", [REFUSED[:2], pytest.param(REFUSED[2:], marks=pytest.mark.nightly)], ids=["first", "others"]
+)
+def test_an_option_that_cannot_work_is_named(tiny_llama, tmp_path, refused):
     with ThreadPoolExecutor(2) as pool:  # a process takes seconds to import vLLM
-        failed = pool.map(lambda one: compile_model(tiny_llama, tmp_path, *one[0]), REFUSED)
-        for (arguments, message), done in zip(REFUSED, failed, strict=True):
+        failed = pool.map(lambda one: compile_model(tiny_llama, tmp_path, *one[0]), refused)
+        for (arguments, message), done in zip(refused, failed, strict=True):
             assert done.returncode in (1, 2) and message in done.stderr, arguments

@@ -104,7 +104,7 @@ def answers(found: Any) -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize(
     "amount",
     [
-        pytest.param(["--max-examples", "12"], id="12-each"),
+        pytest.param(["--max-examples", "20"], id="20-each"),
         pytest.param(
             ["--max-examples", "50", "--max-time", "300"],
             id="5min",
