@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -151,9 +152,30 @@ def serving(block: Block, folder: Path) -> Iterator[int]:
             demo.stop(process)
 
 
+@pytest.fixture(scope="session")
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Path, Future[str]]]:
+    """The plain blocks of each page that is asked for, two pages at once: most of their time one thread imports."""
+    asked = [
+        item for item in request.session.items if item.name.startswith("test_python_blocks_run_in_order")
+    ]
+    pages = dict.fromkeys(item.callspec.params["page"] for item in asked)  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            page: pool.submit(
+                run_python,
+                [block for block in BLOCKS[page] if block in PLAIN],
+                tmp_path_factory.mktemp("page"),
+                PLAIN_TIMEOUT_S,
+            )
+            for page in pages
+        }
+
+
 @pytest.mark.parametrize("page", pages_with(PLAIN), ids=name_of)
-def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
-    run_python([block for block in BLOCKS[page] if block in PLAIN], tmp_path, PLAIN_TIMEOUT_S)
+def test_python_blocks_run_in_order(page: Path, running: dict[Path, Future[str]]) -> None:
+    running[page].result()
 
 
 # README.md starts a server and asks it; what the other pages ask is asked by the packages' own tests too.

@@ -184,12 +184,10 @@ def clean_runs() -> list[Any]:
         ("qwen3", "bfloat16", 2, (), 8),
         ("qwen3", "bfloat16", 1, ("kv_cache_dtype=fp8",), 9),
     ]
-    return [
-        pytest.param(*run, id=f"{run[0]}-{run[4]}", marks=() if run[4] == 0 else pytest.mark.nightly)
-        for run in runs
-    ]
+    return [pytest.param(*run, id=f"{run[0]}-{run[4]}") for run in runs]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "dtype", "ranks", "settings", "seed"), clean_runs())
 def test_a_clean_run_gives_no_alarm(run, three_layers, tmp_path, model, dtype, ranks, settings, seed):
     import numpy as np

@@ -221,6 +221,7 @@ llm.llm_engine.engine_core.shutdown()
     assert "loaded: []" in ran.stdout, ran.stdout + ran.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.supports("tensor capture", model="qwen3")
 def test_captures_of_two_ranks_make_those_of_one(tiny_qwen3, tmp_path):
     """As real processes: whole tensors of one rank, and what two hold of each, are compared to be the same."""
