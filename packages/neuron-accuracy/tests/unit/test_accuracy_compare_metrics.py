@@ -113,7 +113,17 @@ def test_sums_are_those_of_numpy_however_they_are_cut(cuts):
     halves = [slice(0, 20), slice(20, 40)]
     l2 = max(norm((test - base)[part]) / norm((reference - base)[part]) for part in halves)
     linf = max(abs(test - base)[part].max() / abs(reference - base)[part].max() for part in halves)
-    assert tally.worst_ratios(0.0) == pytest.approx((linf, l2))
+    assert tally.worst_ratios(0.0, 0.0) == pytest.approx((linf, l2))
+    least = [abs(base)[part].max() for part in halves]
+    l2 = max(
+        norm((test - base)[part]) / max(norm((reference - base)[part]), one)
+        for part, one in zip(halves, least, strict=True)
+    )
+    linf = max(
+        abs(test - base)[part].max() / max(abs(reference - base)[part].max(), one)
+        for part, one in zip(halves, least, strict=True)
+    )
+    assert tally.worst_ratios(0.0, 1.0) == pytest.approx((linf, l2))
     heads = [norm((test - reference)[:, h * 4 : h * 4 + 4]) ** 2 for h in range(3)]
     assert tally.by_head.error.numpy() == pytest.approx(np.array(heads))
     dots = np.einsum("nhd,nkd->hk", test.reshape(40, 3, 4), reference.reshape(40, 3, 4))

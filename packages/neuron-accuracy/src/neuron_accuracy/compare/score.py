@@ -162,8 +162,9 @@ def _figures(tally: Tally, three_way: bool, coarsest: torch.dtype) -> dict[str, 
         "bc": tally.bc,
     }
     if three_way:
-        floor = FLOOR * torch.finfo(coarsest).eps if coarsest.is_floating_point else 0.0
-        linf, norm = tally.worst_ratios(floor)
+        ulp = torch.finfo(coarsest).eps if coarsest.is_floating_point else 0.0
+        floor = FLOOR * ulp
+        linf, norm = tally.worst_ratios(floor, ulp / 2)
         figures |= {"sigma_ratio": tally.sigma_ratio(floor), "linf_ratio": linf, "l2_ratio": norm}
     return figures
 

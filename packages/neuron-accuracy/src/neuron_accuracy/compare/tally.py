@@ -77,6 +77,8 @@ class _Input:
     reference: float = 0.0
     test_max: float = 0.0
     reference_max: float = 0.0
+    largest: float = 0.0
+    """Of the baseline itself."""
 
 
 @dataclass
@@ -180,16 +182,20 @@ class Tally:
         reference = sum(item.reference for item in self.inputs.values())
         return ratio(math.sqrt(test), max(math.sqrt(reference), floor * math.sqrt(self.baseline_square)))
 
-    def worst_ratios(self, floor: float) -> tuple[float, float]:
-        """``(L-infinity, L2)`` ratios of the test's errors to the reference's, of the worst request; same floor."""
+    def worst_ratios(self, floor: float, rounding: float) -> tuple[float, float]:
+        """``(L-infinity, L2)`` ratios of the test's errors to the reference's, of the worst request.
+
+        The reference's count as at least ``floor`` of the baseline's size and ``rounding`` of its largest element:
+        where a few elements outweigh all others, what the reference's rounding happened to lose of them says nothing.
+        """
         least_max = floor * self.baseline_max
         least = floor * math.sqrt(self.baseline_square / max(1, len(self.inputs)))
-        linf = [ratio(item.test_max, max(item.reference_max, least_max)) for item in self.inputs.values()]
-        norms = [
-            ratio(math.sqrt(item.test), max(math.sqrt(item.reference), least))
-            for item in self.inputs.values()
-        ]
-        return max(linf, default=0.0), max(norms, default=0.0)
+        linf, norms = 0.0, 0.0
+        for item in self.inputs.values():
+            one = rounding * item.largest
+            linf = max(linf, ratio(item.test_max, max(item.reference_max, least_max, one)))
+            norms = max(norms, ratio(math.sqrt(item.test), max(math.sqrt(item.reference), least, one)))
+        return linf, norms
 
     def by_row(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """``(pair, position, error, reference, reference's own error)`` of all rows, the last three squared norms."""
@@ -254,4 +260,5 @@ class Tally:
             item.reference += float(own[here].sum())
             item.test_max = max(item.test_max, float(test[here].abs().max()))
             item.reference_max = max(item.reference_max, float(reference[here].abs().max()))
+            item.largest = max(item.largest, float(baseline[here].abs().max()))
         return own

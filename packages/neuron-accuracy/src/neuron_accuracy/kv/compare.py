@@ -20,7 +20,6 @@ from neuron_accuracy.kv.limits import (
     BASELINE_RATIO,
     POSITION_FACTOR,
     REFERENCE_FACTOR,
-    RELATIVE_L2,
     Limits,
     limits_for,
 )
@@ -128,7 +127,7 @@ class _Comparison:
         if pair.baseline is not None:
             of_reference = measure(theirs, truth)
             judge.causes += _reference_off(part, layer, of_reference, limits)
-            head, position = _from_baseline(of_reference)
+            head, position = _from_baseline(of_reference, limits)
         return Sight(part, layer, ours, truth, positions, figures, head, position, limits)
 
     def data(self) -> dict[str, Any]:
@@ -172,13 +171,16 @@ def _row(judge: Judge, table: RequestTable) -> dict[str, Any]:
     }
 
 
-def _from_baseline(of_reference: Figures) -> tuple[torch.Tensor, torch.Tensor]:
-    """Limits of heads and positions: multiples of the reference's own errors, never below float32's."""
-    floor = RELATIVE_L2["float32"]
-    head = (BASELINE_RATIO * of_reference.relative_l2).clamp_min(floor)
+def _from_baseline(of_reference: Figures, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
+    """Limits of heads and positions: multiples of the reference's own errors.
+
+    Never below float32's, and for a position never below that without a baseline: how a rounding grows in a single token
+    is chance, in the reference as in the test.
+    """
+    head = (BASELINE_RATIO * of_reference.relative_l2).clamp_min(RELATIVE_L2["float32"])
     errors = of_reference.by_position
     usual = torch.maximum(errors, errors.mean(dim=1, keepdim=True))
-    return head, (POSITION_FACTOR * usual).clamp_min(POSITION_FACTOR * floor)
+    return head, (POSITION_FACTOR * usual).clamp_min(limits.position)
 
 
 def _reference_off(part: str, layer: int, figures: Figures, limits: Limits) -> list[Cause]:
