@@ -323,8 +323,18 @@ def test_a_layer_whose_error_grows_unlike_the_others_is_found(tmp_path):
     assert "usual for the 6 modules of its kind" in finding.detail
 
 
-@pytest.mark.parametrize(("size", "passes"), [(1.0, True), (1.3, True), (2.0, False)])
-def test_three_way_holds_errors_against_the_references_own(tmp_path, size, passes):
+@pytest.mark.parametrize(
+    ("own", "size", "passes"),
+    [
+        (1e-4, 1.0, True),
+        (1e-4, 1.3, True),
+        (1e-4, 2.0, True),  # the reference may have been lucky: within two-way limits
+        (1e-4, 4.0, False),
+        (1.5e-3, 1.0, True),  # far from the baseline, as the reference is
+        (1.5e-3, 2.0, False),
+    ],
+)
+def test_three_way_holds_errors_against_the_references_own(tmp_path, own, size, passes):
     tensors = made("m:output.0")
 
     def noisy(scale, seed):
@@ -333,8 +343,8 @@ def test_three_way_holds_errors_against_the_references_own(tmp_path, size, passe
         return changed(tensors, "m:output.0", noise)
 
     baseline = captures.write(tmp_path / "b", REQUESTS, tensors)
-    reference = captures.write(tmp_path / "r", REQUESTS, noisy(1e-4, 1))
-    test = captures.write(tmp_path / "t", REQUESTS, noisy(1e-4 * size, 2))
+    reference = captures.write(tmp_path / "r", REQUESTS, noisy(own, 1))
+    test = captures.write(tmp_path / "t", REQUESTS, noisy(own * size, 2))
     outcome = compare_captures(test, reference, baseline)
     assert outcome.passed is passes
     (row,) = outcome.data["modules"]

@@ -74,6 +74,10 @@ class Limits:
     """Two implementations that round differently have errors of one size, not of one distribution: 1.5, the published
     limit for captures, instead of the 1.0 for a single module.
     """
+    chance: float = 3.0
+    """Where test and reference are within the two-way limits of each other, a tensor passes up to this sigma ratio
+    whatever the other gates say: of hundreds whose size a few elements decide, some have a reference that was lucky.
+    """
     growth: float = 3.0
     """How many times its input's error a module may add to :attr:`TwoWay.made`; and how many times more than is usual
     for the modules of its kind in other layers its error may grow.
@@ -92,6 +96,7 @@ class Limits:
         return {
             "two_way": {name: asdict(item) for name, item in self.two_way.items()},
             "gates": asdict(self.gates),
+            "chance": self.chance,
             "growth": self.growth,
             "gain_z": self.gain_z,
         }

@@ -139,7 +139,7 @@ def score(
     if tally.not_finite:
         found.reasons.append(_not_finite(tally, requests))
     if len(dtypes) == 3:
-        _gate(found, limits)
+        _gate(found, limits, allowed)
     else:
         _limit(found, allowed)
     if not found.is_input:
@@ -176,10 +176,12 @@ def _limit(found: Score, allowed: TwoWay) -> None:
             found.reasons.append(f"{figure} {value:.3g} is above {most:g}")
 
 
-def _gate(found: Score, limits: Limits) -> None:
+def _gate(found: Score, limits: Limits, allowed: TwoWay) -> None:
     gates, figures = limits.gates, found.figures
     values = {name: figures[name] for name in ("bc", "sigma_ratio", "linf_ratio", "l2_ratio")}
-    if not gates.passes(*values.values()):
+    near = figures["rel_l2"] <= allowed.rel_l2 and figures["linf_rel"] <= allowed.linf_rel
+    chance = near and values["sigma_ratio"] <= limits.chance
+    if not gates.passes(*values.values()) and not chance:
         found.reasons.append(
             f"against the baseline BC {values['bc']:.3f} and sigma ratio {values['sigma_ratio']:.2f} "
             f"(at least {gates.bc} or at most {gates.sigma}), L-inf ratio {values['linf_ratio']:.2f} "
