@@ -85,6 +85,7 @@ def _replace(path: Path, write: Any) -> None:
         write(temporary)
         temporary.replace(path)
     except Exception as error:
+        # The system, or a dtype that the format cannot hold: neither may end an engine.
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise CaptureError(f"{path} cannot be written: {error}") from error

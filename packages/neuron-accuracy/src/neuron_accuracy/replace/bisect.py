@@ -105,30 +105,32 @@ def bisect(
     names = names or (test.info().model, str(reference))
     untouched = probe([])
     if untouched.agrees:
-        note = Finding(
-            Level.TENSOR,
-            "agrees",
-            "logits",
-            f"relative L2 {untouched.disagreement:.3g} is within {limit:g}",
-            Severity.NOTE,
-        )
-        return _outcome(names, [note], probes, limit, None, None)
-    if not probe(modules).agrees:
-        where = f"after {modules[-1]}"
-        detail = (
-            f"relative L2 {probes[-1].disagreement:.3g} remains with all {len(modules)} modules replaced, limit "
-            f"{limit:g}: what goes wrong lies in none of them"
-        )
-        return _outcome(
-            names, [Finding(Level.TENSOR, "not in any module", where, detail)], probes, limit, None, None
-        )
-    low, high = 0, len(modules)  # agreement at high, none at low
+        detail = f"relative L2 {untouched.disagreement:.3g} is within {limit:g}"
+        note = Finding(Level.TENSOR, "agrees", "logits", detail, Severity.NOTE)
+        return _outcome(names, note, probes, limit)
+    everything = probe(modules)
+    if not everything.agrees:
+        return _outcome(names, _in_none(modules, everything, limit), probes, limit)
+    module = modules[_least(len(modules), lambda count: probe(modules[:count]).agrees) - 1]
+    alone = probe([module])
+    return _outcome(names, _named(module, untouched, alone, limit), probes, limit, module, alone)
+
+
+def _least(high: int, agrees: Callable[[int], bool]) -> int:
+    """The least count that agrees, where ``high`` does and none does not."""
+    low = 0
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if probe(modules[:middle]).agrees else (middle, high)
-    module = modules[high - 1]
-    alone = probe([module])
-    return _outcome(names, [_named(module, untouched, alone, limit)], probes, limit, module, alone)
+        low, high = (low, middle) if agrees(middle) else (middle, high)
+    return high
+
+
+def _in_none(modules: Sequence[str], everything: _Probe, limit: float) -> Finding:
+    detail = (
+        f"relative L2 {everything.disagreement:.3g} remains with all {len(modules)} modules replaced, limit {limit:g}: "
+        "what goes wrong lies in none of them"
+    )
+    return Finding(Level.TENSOR, "not in any module", f"after {modules[-1]}", detail)
 
 
 def _named(module: str, untouched: _Probe, alone: _Probe, limit: float) -> Finding:
@@ -144,11 +146,11 @@ def _named(module: str, untouched: _Probe, alone: _Probe, limit: float) -> Findi
 
 def _outcome(
     names: tuple[str, str],
-    findings: Sequence[Finding],
+    finding: Finding,
     probes: Sequence[_Probe],
     limit: float,
-    module: str | None,
-    alone: _Probe | None,
+    module: str | None = None,
+    alone: _Probe | None = None,
 ) -> Outcome:
     rows = [{"replaced": p.replaced, "relative_l2": p.disagreement, "agrees": p.agrees} for p in probes]
     data = {
@@ -157,4 +159,4 @@ def _outcome(
         "module": module,
         "alone": None if alone is None else alone.disagreement,
     }
-    return Outcome("bisect", "Bisection", *names, findings, data)
+    return Outcome("bisect", "Bisection", *names, [finding], data)

@@ -27,7 +27,7 @@ _ROW_PX, _MIN_PX, _MAX_PX = 18, 240, 760
 
 def figure(chart: Chart) -> dict[str, Any]:
     """The ``data`` and ``layout`` that Plotly draws."""
-    import plotly.graph_objects as go  # type: ignore[import-untyped]
+    import plotly.graph_objects as go
 
     made = go.Figure()
     if chart.cells:

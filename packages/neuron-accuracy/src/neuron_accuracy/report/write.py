@@ -48,7 +48,7 @@ def render(
     """The HTML text."""
     import jinja2
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+    from plotly.offline import get_plotlyjs
 
     page = page_of(outcomes, title, about or {})
     environment = jinja2.Environment(
