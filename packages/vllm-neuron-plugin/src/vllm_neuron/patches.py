@@ -151,6 +151,35 @@ def _check_payload_layout() -> None:
     embed_utils.safe_to_dense = safe_to_dense
 
 
+def _check_request_forms() -> None:
+    from pydantic import TypeAdapter
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_neuron.request_forms import MISREAD, as_validation_error, check_priority
+
+    validate, process = TypeAdapter.validate_python, InputProcessor.process_inputs
+    if hasattr(validate, "__wrapped__"):
+        return
+
+    @functools.wraps(validate)
+    def validate_python(self: Any, value: Any, /, **settings: Any) -> Any:
+        try:
+            return validate(self, value, **settings)
+        except MISREAD as error:
+            refusal = as_validation_error(error, value)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    @functools.wraps(process)
+    def process_inputs(self: Any, *args: Any, priority: int = 0, **kwargs: Any) -> Any:
+        check_priority(priority)
+        return process(self, *args, priority=priority, **kwargs)
+
+    setattr(TypeAdapter, "validate_python", validate_python)  # noqa: B010, mypy knows its overloads
+    InputProcessor.process_inputs = process_inputs
+
+
 PATCHES = (
     Patch(
         what=f"the environment variable {MODEL_RUNNER_VARIABLE} is set to 0",
@@ -201,6 +230,14 @@ PATCHES = (
         why="vLLM answers HTTP 500 or 501 to what is the client's mistake",
         remove_when="vllm.utils.sparse_utils.safe_to_dense refuses them",
         apply=_check_payload_layout,
+    ),
+    Patch(
+        what="pydantic's TypeAdapter.validate_python refuses what a validator of vLLM's requests cannot read, and "
+        "vLLM's InputProcessor a priority over 64 bits",
+        why="vLLM answers HTTP 500 to what is the client's mistake: its validators read fields before their types "
+        "are checked, and the header X-Vllm-Priority is not held against the field's limits",
+        remove_when="vLLM's validators of mode `before` check what they read, and the header's limits",
+        apply=_check_request_forms,
     ),
 )
 

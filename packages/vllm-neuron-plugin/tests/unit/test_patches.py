@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import _ModelRegistry
 from vllm.renderers import embed_utils
@@ -29,6 +30,8 @@ def _patched() -> tuple[object, ...]:
         InputProcessor._build_logits_processors_params_validator,
         BaseRenderer._process_embeds,
         embed_utils.safe_to_dense,
+        TypeAdapter.validate_python,
+        InputProcessor.process_inputs,
     )
 
 

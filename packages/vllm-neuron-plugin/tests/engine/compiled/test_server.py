@@ -76,6 +76,9 @@ def test_a_prompt_longer_than_the_limit_is_http_400(server):
         ("regex", {"structured_outputs": {"regex": "(never closed"}}),
         ("no such type", {"structured_outputs": {"json": {"type": "no such type"}}}),
         ("Choice", {"structured_outputs": {"choice": []}}),
+        ("check_structured_outputs_count", {"structured_outputs": 0.5}),
+        ("check_system_message_content_type", {"messages": 7}),
+        ("priority", {"priority": 2**63}),
     ],
 )
 def test_what_cannot_be_honoured_is_http_400_by_name(server, name, body):
@@ -83,6 +86,23 @@ def test_what_cannot_be_honoured_is_http_400_by_name(server, name, body):
         server.client.chat.completions.create(
             model=server.name, messages=FRANCE, max_tokens=4, extra_body=body
         )
+
+
+def test_a_priority_of_the_header_is_held_against_its_limits(server):
+    def ask(priority: int):
+        return server.client.completions.create(
+            model=server.name, prompt=[9], max_tokens=1, extra_headers={"X-Vllm-Priority": str(priority)}
+        )
+
+    assert ask(2**63 - 1).choices
+    with pytest.raises(openai.BadRequestError, match="9223372036854775808"):
+        ask(2**63)
+
+
+def test_a_form_that_no_handler_reads_is_http_400(server):
+    body = {"model": server.name, "prompt": "a", "structured_outputs": 0.5}
+    with pytest.raises(openai.BadRequestError, match="CompletionRequest"):
+        server.client.with_options(base_url=server.url).post("/invocations", body=body, cast_to=object)
 
 
 CITY = {

@@ -23,8 +23,6 @@ LEFT_OUT = {
     "/v1/systemone": "a structured decision needs a model made for it; others answer 501, which says so",
     "/scale_elastic_ep": "starts and ends engines of data parallelism, of which this server has none: 500",
 }
-NOT_DRAWN = ("priority",)
-"""Fields: vLLM answers 500 to a priority of over 64 bits, before it asks a platform about the request."""
 TEXT = {"type": "string", "minLength": 1, "maxLength": 40}
 MESSAGE = {
     "type": "object",
@@ -61,8 +59,6 @@ def narrowed(document: dict[str, Any], model: str) -> dict[str, Any]:
         fields = schema.get("properties", {})
         if not name.endswith("Request") or "model" not in fields:
             continue
-        for field in NOT_DRAWN:
-            fields.pop(field, None)
         simple = (
             {"type": "array", "items": MESSAGES, "minItems": 1, "maxItems": 3}
             if "Batch" in name
@@ -100,11 +96,11 @@ def answers(found: Any) -> Iterator[tuple[str, int]]:
         yield from answers(list(found.values()))
 
 
-# By number in the default run, so that a busy machine asks as much: about half a minute on two idle cores.
+# The default run draws the same by number and seed, so that what it finds is of the change; the nightly one draws anew.
 @pytest.mark.parametrize(
     "amount",
     [
-        pytest.param(["--max-examples", "20"], id="20-each"),
+        pytest.param(["--max-examples", "20", "--seed", "1"], id="20-each"),
         pytest.param(
             ["--max-examples", "50", "--max-time", "300"],
             id="5min",
