@@ -125,6 +125,8 @@ def wheels(session: nox.Session) -> None:
         str(distributions),
     ]
     session.run(*build, external=True)
+    # uv keeps what it found by `--find-links` by name and version, which say the same before and after a change.
+    session.run("uv", "cache", "clean", "--quiet", *MEMBERS, external=True)
     for package, member in MEMBERS.items():
         (wheel,) = distributions.glob(f"{package.replace('-', '_')}-*.whl")
         environment = scratch / package
