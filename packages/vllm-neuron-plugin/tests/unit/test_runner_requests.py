@@ -78,6 +78,12 @@ def test_a_request_from_first_step_to_last(table):
     assert not table.requests
 
 
+@pytest.mark.parametrize("top_k", [2**31 - 1, 2**31, 2**63 - 1])
+def test_a_limit_beyond_any_vocabulary_is_one(table, top_k):
+    table.update(schedule([new_request("a", [5], [4], top_k=top_k)]))
+    assert table.top_k[table.requests["a"].row] == 2**31 - 1
+
+
 def test_resuming_replaces_the_blocks_and_keeps_the_tokens(table):
     table.update(schedule([new_request("a", range(20), [4, 5])]))
     table.append(table.requests["a"], 99)

@@ -168,10 +168,12 @@ def kept_probabilities(
 
     Follows the order of vLLM's sampler: min-p against the tempered distribution, then the ``top_k`` largest
     (0 = off; ties with the k-th are kept), then the smallest set of most likely tokens whose mass reaches ``top_p``
-    of what top-k left (ties with the last are kept).
+    of what top-k left (ties with the last are kept). Logits of plus infinity share the whole mass.
     """
     tempered = logits.double() / temperature.double().clamp(min=1e-5).unsqueeze(1)
-    probs = tempered.softmax(-1)
+    certain = tempered == float("inf")
+    limit_of_them = torch.where(certain, 0.0, float("-inf"))
+    probs = torch.where(certain.any(-1, keepdim=True), limit_of_them, tempered).softmax(-1)
     keep = probs >= min_p.double().unsqueeze(1) * probs.amax(-1, keepdim=True)
     probs = torch.where(keep, probs, 0.0)
     ordered = probs.sort(-1, descending=True).values
@@ -212,7 +214,8 @@ def sample(
     """Draw one token per row of ``logits [R, V]`` by inverting the distribution function at ``uniform [R]``.
 
     The mass is that of :func:`kept_probabilities`, summed in token order; a row with ``temperature`` 0 takes
-    :func:`greedy`. With ``allowed``, both are of :func:`mask_logits`. Returns int32 ``[R]``.
+    :func:`greedy`. With ``allowed``, both are of :func:`mask_logits`. Returns int32 ``[R]``; token 0 where nothing is
+    left to draw.
     """
     if allowed is not None:
         logits = mask_logits(logits, allowed)

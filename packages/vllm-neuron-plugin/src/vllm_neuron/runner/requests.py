@@ -20,6 +20,7 @@ from vllm_neuron.runner.prompt_embeds import PromptEmbeds, read_prompt
 from vllm_neuron.runner.randomness import request_seed
 
 _GREEDY_BELOW = 1e-5  # vLLM's own limit
+_LARGEST_TOP_K = int(np.iinfo(np.int32).max)
 
 
 UNKNOWN = -1
@@ -173,7 +174,7 @@ class RequestTable:
         self.num_tokens[row] = request.num_prompt_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.temperature[row] = 0.0 if params.temperature < _GREEDY_BELOW else params.temperature
-        self.top_k[row] = max(params.top_k, 0)
+        self.top_k[row] = min(max(params.top_k, 0), _LARGEST_TOP_K)  # both are beyond any vocabulary
         self.top_p[row], self.min_p[row] = params.top_p, params.min_p
         seed = request_seed(new.req_id, self.engine_seed) if params.seed is None else params.seed
         self.seed[row] = seed & 0xFFFFFFFFFFFFFFFF

@@ -2,6 +2,7 @@
 // Sampling of one token per row. A sampled row costs two passes over the vocabulary: weights with a histogram of
 // their magnitudes, then a gather of those that can still be kept; everything after works on the few gathered.
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <vector>
@@ -20,8 +21,9 @@ inline int bin_of(float weight) {
   return static_cast<int>(bits >> 18);  // weights are in [0, 1]: below 1 << 12
 }
 
+// Of what is a number: a row of NaN gives minus infinity.
 float largest(const float* values, int64_t count) {
-  float best = values[0];
+  float best = -std::numeric_limits<float>::infinity();
 #pragma omp simd reduction(max : best)
   for (int64_t i = 0; i < count; ++i) best = values[i] > best ? values[i] : best;
   return best;
@@ -63,10 +65,14 @@ class Sampler {
     int32_t token;
   };
 
-  // Unnormalised probabilities, 1 for the likeliest token.
+  // Unnormalised probabilities, 1 for the likeliest token: in [0, 1], or NaN where the logit is.
   void weigh(const float* logits, int64_t vocab, float inverse) {
     const float peak = largest(logits, vocab);
     float* weights = weights_.data();
+    if (std::isinf(peak)) {  // the difference of two infinities is no number
+      for (int64_t i = 0; i < vocab; ++i) weights[i] = peak > 0.0f && logits[i] == peak ? 1.0f : 0.0f;
+      return;
+    }
 #pragma omp simd
     for (int64_t i = 0; i < vocab; ++i) weights[i] = exp_nonpositive((logits[i] - peak) * inverse);
   }
@@ -75,7 +81,7 @@ class Sampler {
     std::fill(counts_.begin(), counts_.end(), 0);
     std::fill(masses_.begin(), masses_.end(), 0.0);
     for (int64_t i = 0; i < vocab; ++i) {
-      if (weights_[i] < limits.min_p) continue;
+      if (!(weights_[i] >= limits.min_p)) continue;  // NaN has no bin
       const int bin = bin_of(weights_[i]);
       ++counts_[bin];
       masses_[bin] += weights_[i];
