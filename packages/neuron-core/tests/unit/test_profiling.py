@@ -257,7 +257,9 @@ def test_a_trace_is_read_back_and_nothing_else_is_left(tmp_path, name):
     assert read_trace(tmp_path / name) == json.loads(json.dumps(document))
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\x1f\x8bbroken", b'{"traceEvents": []}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[1]", b"\x1f\x8bbroken", b'{"traceEvents": []}', b"[" * 200_000]
+)
 def test_what_is_no_trace_of_ours_is_said_to_be_none(tmp_path, data):
     path = tmp_path / "other.json"
     path.write_bytes(data)
@@ -334,3 +336,26 @@ def test_the_runtime_is_told_to_record_both_traces(tmp_path):
         f"NEURON_RT_INSPECT_{x}" for x in ("ENABLE", "SYSTEM_PROFILE", "DEVICE_PROFILE")
     }
     assert set(variables.values()) == {"1"}
+
+
+@pytest.mark.parametrize("field", ["ph", "ts", "dur", "pid", "tid", "cat", "name", "args"])
+def test_a_damaged_event_is_one_line(tmp_path, field):
+    document = json.loads(json.dumps(document_of(TWO_STEPS, 100)))
+    for event in document["traceEvents"]:
+        event.pop(field, None)
+    _says_it_is_damaged(tmp_path / "damaged.json", document)
+
+
+@pytest.mark.parametrize("change", [{"ranks": [{}]}, {"ranks": None}, {"ranks": [{"rank": 0, "pid": 1}]}])
+def test_damaged_ranks_are_one_line(tmp_path, change):
+    document = document_of(TWO_STEPS, 100)
+    document["otherData"]["neuron"] |= change
+    _says_it_is_damaged(tmp_path / "damaged.json", document)
+    _says_it_is_damaged(tmp_path / "damaged.json", {**document_of(TWO_STEPS, 100), "traceEvents": None})
+
+
+def _says_it_is_damaged(path, document):
+    path.write_text(json.dumps(document))
+    done = CliRunner().invoke(neuron, ["profile", "summarize", str(path)])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert done.output.startswith("Error: TRACE=") and len(done.output.splitlines()) == 1

@@ -127,6 +127,12 @@ def test_a_refused_setting_is_the_servers_error(tiny_llama, make_config):
     assert reasons(ours.value).startswith("--block-size=24: must be a multiple of 16")
 
 
+def test_what_pydantic_refuses_is_named_with_its_value(tiny_llama):
+    with pytest.raises(ValidationError) as refused:
+        resolved(tiny_llama, "--max-num-seqs", "0")
+    assert "--max-num-seqs=0: Input should be greater than or equal to 1" in reasons(refused.value)
+
+
 @pytest.fixture
 def data(tiny_llama, tmp_path, monkeypatch, graph_cache) -> dict[str, Any]:
     monkeypatch.setenv("VLLM_NEURON_CACHE_DIR", str(graph_cache))

@@ -108,7 +108,7 @@ def read_trace(path: Path) -> dict[str, Any]:
         document["traceEvents"], document["otherData"][SECTION]["ranks"]
     except OSError as error:
         raise ConfigError("TRACE", str(path), f"cannot be read ({error})") from error
-    except (ValueError, KeyError, TypeError, EOFError, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, EOFError, RecursionError, zlib.error) as error:
         raise ConfigError("TRACE", str(path), hint) from error
     return dict(document)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from neuron_core.errors import ConfigError
 from neuron_core.profiling.chrome import SCHEDULER_PID, SECTION
 from neuron_core.profiling.timeline import Kind
 
@@ -94,8 +95,15 @@ class _Span:
 
 
 def summarize(document: Mapping[str, Any]) -> tuple[RankSummary, ...]:
-    """A table per rank of a trace as ``read_trace`` gives it."""
-    return tuple(_of_rank(document, about) for about in document["otherData"][SECTION]["ranks"])
+    """A table per rank of a trace as ``read_trace`` gives it.
+
+    Raises ``ConfigError`` if an event or a rank has not the form that this engine writes.
+    """
+    try:
+        return tuple(_of_rank(document, about) for about in document["otherData"][SECTION]["ranks"])
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError("TRACE", "its events", f"are damaged ({what}); profile again") from error
 
 
 def _of_rank(document: Mapping[str, Any], about: Mapping[str, Any]) -> RankSummary:

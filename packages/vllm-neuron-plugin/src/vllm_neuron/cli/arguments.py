@@ -79,9 +79,15 @@ def flag_name(option: str) -> str:
 
 
 def reasons(error: ValidationError) -> str:
-    """What pydantic wraps, without the wrapping: the messages of the errors raised inside vLLM's configuration."""
-    messages = (item["msg"].removeprefix("Value error, ") for item in error.errors())
-    return "; ".join(dict.fromkeys(messages))
+    """What pydantic wraps, without the wrapping: the errors raised inside vLLM's configuration, with flag and value."""
+    return "; ".join(dict.fromkeys(_reason(item) for item in error.errors()))
+
+
+def _reason(item: Mapping[str, Any]) -> str:
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if message != item["msg"] or not item["loc"]:  # said by vLLM or by this plugin, with names of its own
+        return message
+    return f"{flag_name(str(item['loc'][-1]))}={item['input']!r}: {message}"
 
 
 def _parsers() -> tuple[Any, Any]:

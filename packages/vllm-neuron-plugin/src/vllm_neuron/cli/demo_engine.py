@@ -13,6 +13,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from neuron_core.errors import ConfigError
 from neuron_core.metrics import PREFIX
 
 __all__ = ["Answer", "DemoEngine"]
@@ -64,10 +65,18 @@ class DemoEngine:
         return [bucket.name for bucket in bucket_plan(self.llm.llm_engine.vllm_config).all()]
 
     def ask(self, question: str, max_tokens: int, on_text: Callable[[str], None]) -> Answer:
-        """Answer greedily; ``on_text`` gets each piece of text as it comes."""
+        """Answer greedily; ``on_text`` gets each piece of text as it comes.
+
+        Raises ``ConfigError`` if prompt and answer are longer than the model length.
+        """
         engine = self.llm.llm_engine
         params = SamplingParams(temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA)
         prompt = self._prompt(question)
+        longest = engine.vllm_config.model_config.max_model_len
+        if len(prompt) + max_tokens > longest:
+            works = f"--max-model-len {len(prompt) + max_tokens}"
+            reason = f"with a prompt of {len(prompt)} exceeds --max-model-len {longest}; {works} works"
+            raise ConfigError("--max-tokens", max_tokens, reason)
         answer = Answer(num_prompt_tokens=len(prompt))
         begun = time.perf_counter()
         engine.add_request(f"demo-{next(self._ids)}", {"prompt_token_ids": prompt}, params)

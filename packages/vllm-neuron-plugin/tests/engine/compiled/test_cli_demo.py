@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -92,6 +93,14 @@ def test_without_network_and_model_a_random_one_answers_in_two_minutes_and_compi
 
 
 @pytest.mark.nightly
+@pytest.mark.nightly
+def test_an_answer_longer_than_the_model_takes_is_refused_with_what_works(smollm2, tmp_path):
+    limits = ["--max-model-len", "64", "--max-tokens", "60"]
+    failed = run("-m", "vllm_neuron.cli", "demo", "--model", smollm2, *limits, cache=tmp_path)
+    assert failed.returncode == 1
+    assert re.search(r"Error: --max-tokens=60: .*; --max-model-len \d+ works", failed.stderr.splitlines()[-1])
+
+
 def test_a_model_that_is_not_there_is_one_line(tmp_path):
     failed = run("-m", "vllm_neuron.cli", "demo", "--model", tmp_path / "nothing", cache=tmp_path)
     assert failed.returncode == 1
