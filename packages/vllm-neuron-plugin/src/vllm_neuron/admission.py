@@ -7,14 +7,20 @@ others; a test fails when vLLM adds one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.exceptions import VLLMValidationError
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from vllm_neuron.bad_words import settle_bad_words
+
+if TYPE_CHECKING:
+    from vllm.config import StructuredOutputsConfig, VllmConfig
 
 __all__ = [
     "HONOURED",
@@ -22,7 +28,9 @@ __all__ = [
     "Place",
     "Refused",
     "admission_markdown",
+    "check_utf8",
     "refuse_unread",
+    "settle",
     "validate_request",
 ]
 
@@ -146,11 +154,25 @@ REFUSED_EXTRA_ARGS = {
 }
 """Keys of ``extra_args`` with a meaning of their own; any other key is for custom logits processors."""
 
+REFUSED_OF_GRAMMARS = {
+    "whitespace_pattern": "no grammar reads it; leave it out, or use a regex or a grammar of your own",
+    "disable_any_whitespace": "grammars read the server's settings alone; leave it out, or start with "
+    """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'""",
+    "disable_additional_properties": "grammars read the server's settings alone; use additionalProperties of the "
+    "schema, or start with "
+    """--structured-outputs-config '{"backend": "guidance", "disable_additional_properties": true}'""",
+}
+"""Fields of ``structured_outputs`` that take effect for no request alone."""
+
 PASSIVE_EXTRA_ARGS = ("kv_cache_report_mode",)
 """Keys of ``extra_args`` that vLLM's scheduler itself reads."""
 
 
 WIDEST = 2**63
+
+PENALTIES = (1e-10, 1e10)
+LARGEST_BIAS = 1e20
+"""With these limits a logit stays finite in float32: at most (1e20 + logit) * 1e10, over a temperature of 0.01."""
 
 
 def validate_request(params: SamplingParams | PoolingParams, *, has_embeds: bool = False) -> None:
@@ -158,15 +180,49 @@ def validate_request(params: SamplingParams | PoolingParams, *, has_embeds: bool
 
     ``has_embeds`` says that the prompt, or a part of it, is given as embeddings.
     """
+    _check_sendable(params)
     if isinstance(params, PoolingParams):
         _check_refused(params, POOLING_REFUSED)
         _check_pair(params)
         return
     _check_refused(params, REFUSED)
-    _check_width(params)
+    _check_edits(params)
     _check_prompt_logprobs(params, has_embeds)
     for name, reason in REFUSED_EXTRA_ARGS.items():
         _refuse_extra_arg(params, name, reason)
+
+
+def settle(params: SamplingParams, vllm_config: VllmConfig) -> None:
+    """Check a tokenized request against the engine's settings and vocabulary, and take out bad words it cannot draw.
+
+    Raises ``VLLMValidationError`` if no token may be left to draw, for more log-probabilities than there are tokens,
+    and for options of grammars that the engine has off.
+    """
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and count > vocab_size:
+            reason = f"the model has {vocab_size} tokens; use at most {vocab_size}, or -1 for all"
+            raise VLLMValidationError(reason, parameter=name, value=count)
+    if params.structured_outputs is not None:
+        _check_grammar(params.structured_outputs, vllm_config.structured_outputs_config)
+    if params.bad_words_token_ids:
+        settle_bad_words(params, vocab_size)
+
+
+def _check_grammar(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> None:
+    for name, reason in REFUSED_OF_GRAMMARS.items():
+        value = getattr(asked, name)
+        if value and not getattr(settings, name, False):
+            raise VLLMValidationError(reason, parameter=f"structured_outputs.{name}", value=value)
+
+
+def check_utf8(text: str | None, parameter: str) -> None:
+    """Raise ``VLLMValidationError`` for half of a surrogate pair, which JSON may hold and no message can."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        _refuse_unsendable(parameter, text)
 
 
 def refuse_unread(params: SamplingParams) -> None:
@@ -194,14 +250,68 @@ def _check_refused(params: SamplingParams | PoolingParams, table: dict[str, Refu
             raise VLLMValidationError(refused.reason, parameter=name, value=value)
 
 
-def _check_width(params: SamplingParams) -> None:
-    """What the engine's process is sent holds whole numbers of 64 bits; vLLM answers a wider one with 500."""
+def _check_sendable(params: SamplingParams | PoolingParams) -> None:
+    """What the engine's process is sent is MessagePack: whole numbers of 64 bits, and UTF-8."""
     for name in params.__struct_fields__:
         value = getattr(params, name)
         for number in (value or ()) if name == "stop_token_ids" else (value,):
             if isinstance(number, int) and not -WIDEST <= number < WIDEST:
-                reason = "must be a whole number of 64 bits, so below 2**63"
-                raise VLLMValidationError(reason, parameter=name, value=number)
+                _refuse_unsendable(name, number)
+    try:
+        # Of C, so that only what is refused pays for a walk.
+        msgspec.msgpack.encode(params, enc_hook=lambda _: None)
+    except (OverflowError, UnicodeEncodeError):
+        for path, value in _leaves(params, ""):
+            if isinstance(value, int) and not -WIDEST <= value < 2 * WIDEST:
+                _refuse_unsendable(path, value)
+            if isinstance(value, str):
+                check_utf8(value, path)
+    except TypeError:
+        pass  # objects that vLLM knows how to send, or that stay in this process
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Everything below ``value`` that holds nothing more, keys among them, each with its path."""
+    fields = getattr(type(value), "__struct_fields__", getattr(type(value), "__dataclass_fields__", None))
+    if fields is not None:
+        for name in fields:
+            yield from _leaves(getattr(value, name), f"{path}.{name}" if path else name)
+    elif isinstance(value, Mapping):
+        for key, below in value.items():
+            yield path, key
+            yield from _leaves(below, f"{path}.{key}")
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, below in enumerate(value):
+            yield from _leaves(below, f"{path}[{index}]")
+    else:
+        yield path, value
+
+
+def _refuse_unsendable(path: str, value: object) -> None:
+    if isinstance(value, str):
+        reason, value = "must be text that UTF-8 can say, so without half of a surrogate pair", ascii(value)
+    else:
+        reason = "must be a whole number of 64 bits, so below 2**63"
+    # What is said of the path must itself be sendable.
+    raise VLLMValidationError(
+        reason, parameter=path.encode("ascii", "backslashreplace").decode(), value=value
+    )
+
+
+def _check_edits(params: SamplingParams) -> None:
+    least, most = PENALTIES
+    if not least <= params.repetition_penalty <= most:
+        reason = (
+            f"must be from {least:g} to {most:g}, or logits are no longer finite; 1 leaves them as they are"
+        )
+        raise VLLMValidationError(reason, parameter="repetition_penalty", value=params.repetition_penalty)
+    for token, bias in (params.logit_bias or {}).items():
+        if not abs(bias) <= LARGEST_BIAS:  # NaN among them
+            reason = (
+                f"must be a number from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}; "
+                f"use bad_words or allowed_token_ids to forbid or force tokens"
+            )
+            raise VLLMValidationError(reason, parameter=f"logit_bias[{token}]", value=bias)
 
 
 def _check_prompt_logprobs(params: SamplingParams, has_embeds: bool) -> None:
@@ -225,6 +335,9 @@ def admission_markdown() -> str:
     rows = ["| parameter | honoured |", "|---|---|"]
     rows += [f"| `{name}` | {place} |" for name, place in HONOURED.items() if not name.startswith("_")]
     rows += [f"| `{name}` | no: {refused.reason} |" for name, refused in REFUSED.items()]
+    rows += [
+        f"| `structured_outputs.{name}` | no: {reason} |" for name, reason in REFUSED_OF_GRAMMARS.items()
+    ]
     rows += [f"| `extra_args.{name}` | no: {reason} |" for name, reason in REFUSED_EXTRA_ARGS.items()]
     rows += [f"| `{name}` of a pooling request | {place} |" for name, place in POOLING_HONOURED.items()]
     rows += [f"| `{name}` of a pooling request | no: {no.reason} |" for name, no in POOLING_REFUSED.items()]

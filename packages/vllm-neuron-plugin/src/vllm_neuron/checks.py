@@ -38,6 +38,9 @@ FP8_NAMES = ("fp8", "fp8_e4m3")
 BLOCK_SIZE_MULTIPLE = 16
 """KV block sizes are multiples of this many tokens."""
 
+DEFAULT_MAX_LOGPROBS = 20
+"""vLLM's: it starts with a smaller vocabulary too."""
+
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 EXECUTORS = ("mp", "uni")
 
@@ -288,6 +291,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
     _check_block_size(vllm_config)
     if has_model:
         _check_chunking(vllm_config)
+        _check_max_logprobs(vllm_config.model_config)
         _check_logits_processors(vllm_config.model_config)
 
 
@@ -302,6 +306,14 @@ def _check_logits_processors(model_config: ModelConfig) -> None:
         except Exception as error:  # a module of the user may raise anything
             hint = f"cannot be loaded ({error}); name classes of vLLM's LogitsProcessor as module:Class"
             raise ConfigError("--logits-processors", named, hint) from error
+
+
+def _check_max_logprobs(model_config: ModelConfig) -> None:
+    # vLLM holds requests against this limit, and the limit against nothing.
+    limit, vocab_size = model_config.max_logprobs, model_config.get_vocab_size()
+    if model_config.runner_type == "generate" and limit > max(vocab_size, DEFAULT_MAX_LOGPROBS):
+        hint = f"the model has {vocab_size} tokens; use at most {vocab_size}, or -1 for all"
+        raise ConfigError("--max-logprobs", limit, hint)
 
 
 def _check_block_size(vllm_config: VllmConfig) -> None:

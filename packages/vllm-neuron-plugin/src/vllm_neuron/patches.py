@@ -85,11 +85,11 @@ def _default_async_scheduling() -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
-def _check_prompt_embeds() -> None:
+def _check_prompts() -> None:
     from vllm.renderers.base import BaseRenderer
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from vllm_neuron.prompt_admission import admit_embeds
+    from vllm_neuron.prompt_admission import admit_embeds, check_tokens
 
     render, validate = BaseRenderer._process_embeds, InputProcessor._validate_model_input
     if hasattr(render, "__wrapped__"):
@@ -108,6 +108,8 @@ def _check_prompt_embeds() -> None:
         validate(self, prompt_input, prompt_type)
         if prompt_input["type"] == "embeds":
             prompt_input["prompt_embeds"] = admit_embeds(prompt_input, self.model_config)
+        else:
+            check_tokens(prompt_input["prompt_token_ids"], self.model_config)
 
     BaseRenderer._process_embeds = _process_embeds
     InputProcessor._validate_model_input = _validate_model_input
@@ -155,6 +157,7 @@ def _check_request_forms() -> None:
     from pydantic import TypeAdapter
     from vllm.v1.engine.input_processor import InputProcessor
 
+    from vllm_neuron.admission import check_utf8, settle
     from vllm_neuron.request_forms import MISREAD, as_validation_error, check_priority
 
     validate, process = TypeAdapter.validate_python, InputProcessor.process_inputs
@@ -172,12 +175,101 @@ def _check_request_forms() -> None:
             raise refusal from error
 
     @functools.wraps(process)
-    def process_inputs(self: Any, *args: Any, priority: int = 0, **kwargs: Any) -> Any:
-        check_priority(priority)
-        return process(self, *args, priority=priority, **kwargs)
+    def process_inputs(
+        self: Any,
+        request_id: str,
+        *args: Any,
+        priority: int = 0,
+        session_id: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        check_utf8(request_id, "request_id")
+        check_utf8(session_id, "session_id")
+        # Offline, a priority without that policy is documented to do nothing; only servers' AsyncLLM chooses a rank.
+        policy = self.vllm_config.scheduler_config.policy if "data_parallel_rank" in kwargs else "priority"
+        check_priority(priority, policy)
+        request = process(self, request_id, *args, priority=priority, session_id=session_id, **kwargs)
+        if request.sampling_params is not None:
+            settle(request.sampling_params, self.vllm_config)
+        return request
 
     setattr(TypeAdapter, "validate_python", validate_python)  # noqa: B010, mypy knows its overloads
     InputProcessor.process_inputs = process_inputs
+
+
+def _keep_grammar_backends_apart() -> None:
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from vllm_neuron.grammar_backends import backend_name, backends_of
+
+    begin, create = StructuredOutputManager.grammar_init, StructuredOutputManager._create_grammar
+    clear = StructuredOutputManager.clear_backend
+    if hasattr(begin, "__wrapped__"):
+        return
+
+    @functools.wraps(begin)
+    def grammar_init(self: Any, request: Any) -> None:
+        if request.structured_output_request is None:
+            return
+        held, name = backends_of(self), backend_name(request)
+        with held.lock:
+            self.backend = held.by_name.get(name)
+            begin(self, request)
+            held.by_name[name] = self.backend
+
+    @functools.wraps(create)
+    def _create_grammar(self: Any, request: Any) -> Any:
+        return create(backends_of(self).bound(self, request), request)
+
+    @functools.wraps(clear)
+    def clear_backend(self: Any) -> None:
+        last = self.backend
+        clear(self)
+        backends_of(self).destroy_others(last)
+
+    StructuredOutputManager.grammar_init = grammar_init
+    StructuredOutputManager._create_grammar = _create_grammar
+    StructuredOutputManager.clear_backend = clear_backend
+
+
+def _check_what_is_dropped() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_neuron.beam_admission import check_beam_search, check_watermark
+    from vllm_neuron.request_forms import check_bias
+
+    from_optional, resolve = SamplingParams.from_optional, InputProcessor.resolve_watermarking
+    if hasattr(from_optional, "__wrapped__"):
+        return
+
+    @functools.wraps(from_optional)
+    def checked(*args: Any, **settings: Any) -> Any:
+        check_bias(settings.get("logit_bias"))
+        return from_optional(*args, **settings)
+
+    @functools.wraps(resolve)
+    def resolve_watermarking(self: Any, params: Any) -> Any:
+        check_watermark(params)
+        return resolve(self, params)
+
+    InputProcessor.resolve_watermarking = resolve_watermarking
+    setattr(SamplingParams, "from_optional", staticmethod(checked))  # noqa: B010, mypy knows its signature
+    for request in (ChatCompletionRequest, CompletionRequest):
+        _check_beams_of(request, check_beam_search)
+
+
+def _check_beams_of(request: Any, check: Callable[[Any], None]) -> None:
+    original = request.to_beam_search_params
+
+    @functools.wraps(original)
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self)
+        return original(self, *args, **kwargs)
+
+    request.to_beam_search_params = to_beam_search_params
 
 
 PATCHES = (
@@ -213,11 +305,12 @@ PATCHES = (
         apply=_default_async_scheduling,
     ),
     Patch(
-        what="vLLM's renderers and InputProcessor check prompt embeddings and bring them into the model's type",
-        why="vLLM checks width and type in its HTTP front end alone and values nowhere, and "
-        "Platform.validate_request is not told which model a request is for",
-        remove_when="vLLM checks embeddings of every front end, and keys cached blocks by where tokens are",
-        apply=_check_prompt_embeds,
+        what="vLLM's renderers and InputProcessor check prompt embeddings and bring them into the model's type, and "
+        "its InputProcessor refuses tokens that the model lacks",
+        why="vLLM checks width and type in its HTTP front end alone and values nowhere, tokens against the tokenizer "
+        "if that has more, and Platform.validate_request is not told which model a request is for",
+        remove_when="vLLM checks embeddings and tokens of every front end, and keys cached blocks by where tokens are",
+        apply=_check_prompts,
     ),
     Patch(
         what="vLLM's InputProcessor refuses extra_args in an engine without custom logits processors",
@@ -232,12 +325,26 @@ PATCHES = (
         apply=_check_payload_layout,
     ),
     Patch(
+        what="vLLM's requests refuse a logit_bias outside [-100, 100], and beam search what it does not read",
+        why="vLLM clamps the one and drops the other, and answers as if all had been honoured",
+        remove_when="vLLM refuses both",
+        apply=_check_what_is_dropped,
+    ),
+    Patch(
         what="pydantic's TypeAdapter.validate_python refuses what a validator of vLLM's requests cannot read, and "
-        "vLLM's InputProcessor a priority over 64 bits",
+        "vLLM's InputProcessor what else it cannot send or nobody reads: priorities, names, bad words of no token",
         why="vLLM answers HTTP 500 to what is the client's mistake: its validators read fields before their types "
-        "are checked, and the header X-Vllm-Priority is not held against the field's limits",
-        remove_when="vLLM's validators of mode `before` check what they read, and the header's limits",
+        "are checked, and neither names nor the header X-Vllm-Priority are held against any limits; and "
+        "Platform.validate_request is told neither the priority, the engine's settings nor the tokens of bad words",
+        remove_when="vLLM's validators of mode `before` check what they read, and InputProcessor all it sends",
         apply=_check_request_forms,
+    ),
+    Patch(
+        what="vLLM's StructuredOutputManager keeps a backend for each name, and gives a grammar to its request's",
+        why="with the backend left to vLLM, the first grammar of a server decides for all that follow: those that its "
+        "backend does not take are HTTP 500 as long as the server lives",
+        remove_when="vLLM's engine takes the backend that its front end chose for a request",
+        apply=_keep_grammar_backends_apart,
     ),
 )
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts given as embeddings: what is refused (HTTP 400) before it reaches the engine, and the form the rest gets.
+"""Prompts: what is refused (HTTP 400) before it reaches the engine, and the form that embeddings get.
 
-vLLM checks width and type where a payload is decoded, not where a tensor is given, and values and ids nowhere.
+vLLM lets ids through that the tokenizer has and the model has not, and all of them where there is no tokenizer. Of
+embeddings it checks width and type where a payload is decoded, not where a tensor is given, and values and ids nowhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-__all__ = ["admit_embeds", "check_layout"]
+__all__ = ["admit_embeds", "check_layout", "check_tokens"]
 
 FIELD = "prompt_embeds"
 MASK = "prompt_is_token_ids"
@@ -37,6 +39,22 @@ def admit_embeds(prompt: dict[str, Any], model: ModelConfig) -> Tensor:
         reason = f"prompt_embeds has a value in row {row} that is not finite in {embeds.dtype}"
         raise VLLMValidationError(reason, parameter=FIELD)
     return embeds.masked_fill(is_token.unsqueeze(1), float("nan"))
+
+
+def check_tokens(token_ids: Sequence[int], model: ModelConfig) -> None:
+    """Raise ``VLLMValidationError`` naming the first of ``token_ids`` that is none of the model's."""
+    vocab_size = model.get_vocab_size()
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        place = next(place for place, token in enumerate(token_ids) if not 0 <= token < vocab_size)
+        _refuse_token(place, token_ids[place], vocab_size)
+
+
+def _refuse_token(place: int, token_id: int, vocab_size: int) -> None:
+    reason = (
+        f"prompt_token_ids[{place}] is {token_id}; tokens of this model are 0 to {vocab_size - 1}, "
+        f"also if its tokenizer has more"
+    )
+    raise VLLMValidationError(reason, parameter="prompt_token_ids", value=token_id)
 
 
 def check_layout(tensor: object, parameter: str) -> None:
@@ -78,8 +96,5 @@ def _mask(prompt: dict[str, Any], length: int, vocab_size: int) -> Tensor:
         raise VLLMValidationError(reason, parameter=MASK)
     for place, (token_id, is_token) in enumerate(zip(ids, given, strict=True)):
         if is_token and not 0 <= token_id < vocab_size:
-            reason = (
-                f"prompt_token_ids[{place}] is {token_id}; tokens of this model are 0 to {vocab_size - 1}"
-            )
-            raise VLLMValidationError(reason, parameter="prompt_token_ids", value=token_id)
+            _refuse_token(place, token_id, vocab_size)
     return torch.tensor([bool(is_token) for is_token in given])

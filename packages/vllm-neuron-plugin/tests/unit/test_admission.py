@@ -4,11 +4,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
-from vllm_neuron.admission import HONOURED, POOLING_HONOURED, POOLING_REFUSED, REFUSED, refuse_unread
+from vllm_neuron.admission import (
+    HONOURED,
+    LARGEST_BIAS,
+    PENALTIES,
+    POOLING_HONOURED,
+    POOLING_REFUSED,
+    REFUSED,
+    refuse_unread,
+)
 
 
 def test_every_field_of_vllm_is_in_exactly_one_table():
@@ -80,6 +90,72 @@ def test_a_number_that_cannot_be_sent_to_the_engine_is_refused_by_name(name):
         with pytest.raises(VLLMValidationError, match="64 bits") as caught:
             current_platform.validate_request({}, params)
         assert (caught.value.parameter, caught.value.value) == (name, number)
+
+
+HALF = "x\ud800"
+REPETITION = {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "params"),
+    [
+        ("stop[1]", {"stop": ["é", HALF]}),
+        ("bad_words[0]", {"bad_words": [HALF]}),
+        (
+            "repetition_detection.max_pattern_size",
+            {"repetition_detection": RepetitionDetectionParams(**REPETITION | {"max_pattern_size": 2**64})},
+        ),
+        (
+            "repetition_detection.min_count",
+            {"repetition_detection": RepetitionDetectionParams(**REPETITION | {"min_count": 10**30})},
+        ),
+        (
+            "structured_outputs.json.properties.x.maximum",
+            {"structured_outputs": StructuredOutputsParams(json={"properties": {"x": {"maximum": 2**64}}})},
+        ),
+        ("structured_outputs.choice[0]", {"structured_outputs": StructuredOutputsParams(choice=[HALF])}),
+        ("extra_args", {"extra_args": {HALF: 1}}),
+        (r"extra_args.\U0001f600[0][1]", {"extra_args": {"😀": [(1, HALF)]}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_no_message_to_the_engine_can_hold_is_refused_by_its_path(path, params):
+    with pytest.raises(VLLMValidationError, match=r"64 bits|surrogate") as caught:
+        current_platform.validate_request({}, SamplingParams(**params))
+    assert caught.value.parameter == path
+    str(caught.value).encode()
+
+
+def test_what_a_message_can_hold_passes():
+    params = SamplingParams(
+        stop=["😀"],
+        repetition_detection=RepetitionDetectionParams(**REPETITION | {"min_count": 2**63}),
+        extra_args={"x": object(), "y": {1: 2**64 - 1}},
+    )
+    current_platform.validate_request({}, params)
+
+
+@pytest.mark.parametrize("penalty", [1e-45, 1e-40, 1e-38, 1e-11, 1e11, 1e38])
+def test_a_penalty_that_leaves_no_finite_logit_is_refused(penalty):
+    with pytest.raises(VLLMValidationError, match="must be from 1e-10 to 1e") as caught:
+        current_platform.validate_request({}, SamplingParams(repetition_penalty=penalty))
+    assert (caught.value.parameter, caught.value.value) == ("repetition_penalty", penalty)
+
+
+@pytest.mark.parametrize("bias", [float("inf"), float("-inf"), float("nan"), 1e39, -1e21])
+def test_a_bias_that_leaves_no_finite_logit_is_refused(bias):
+    with pytest.raises(VLLMValidationError, match="use bad_words or allowed_token_ids") as caught:
+        current_platform.validate_request({}, SamplingParams(logit_bias={7: 1.0, 9: bias}))
+    assert caught.value.parameter == "logit_bias[9]"
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("bias", [LARGEST_BIAS, -LARGEST_BIAS])
+def test_the_largest_edits_leave_logits_finite(bias, penalty):
+    current_platform.validate_request({}, SamplingParams(logit_bias={7: bias}, repetition_penalty=penalty))
+    logits = torch.tensor([[0.5, 1e6, -1e6]]) + torch.tensor([0.0, bias, bias])
+    logits = torch.where(logits > 0, logits / penalty, logits * penalty) / 0.01  # vLLM's least temperature
+    assert logits.isfinite().all() and (logits - logits.max()).isfinite().all()
 
 
 def test_extra_arguments_without_a_reader_are_refused():

@@ -8,10 +8,14 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.model_executor.models.registry import _ModelRegistry
 from vllm.renderers import embed_utils
 from vllm.renderers.base import BaseRenderer
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_neuron
 from vllm_neuron.patches import PATCHES, apply_patches
@@ -32,6 +36,13 @@ def _patched() -> tuple[object, ...]:
         embed_utils.safe_to_dense,
         TypeAdapter.validate_python,
         InputProcessor.process_inputs,
+        InputProcessor.resolve_watermarking,
+        SamplingParams.from_optional,
+        ChatCompletionRequest.to_beam_search_params,
+        CompletionRequest.to_beam_search_params,
+        StructuredOutputManager.grammar_init,
+        StructuredOutputManager._create_grammar,
+        StructuredOutputManager.clear_backend,
     )
 
 

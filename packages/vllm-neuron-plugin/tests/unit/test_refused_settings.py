@@ -64,6 +64,7 @@ REFUSED = [
     ({"block_size": 8}, "--block-size=8: must be a multiple of 16; 16 and 32 work"),
     ({"load_format": "pt"}, "--load-format='pt': not supported; use auto with a safetensors checkpoint"),
     ({"max_model_len": -1}, "--max-model-len='auto'"),
+    ({"max_logprobs": 257}, "--max-logprobs=257: the model has 256 tokens; use at most 256, or -1 for all"),
     (
         {"logprobs_mode": "processed_logprobs"},
         "--logprobs-mode='processed_logprobs': not supported; use raw_logprobs or raw_logits",
@@ -208,6 +209,8 @@ def test_chunking_off_with_a_budget_below_the_model_length_names_the_budget(make
         {"block_size": 16},
         {"block_size": 32},
         {"prefix_match_unit": 16},
+        {"max_logprobs": 256},
+        {"max_logprobs": -1},
         {"kv_cache_dtype": "auto"},
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "fp8_e4m3"},

@@ -12,7 +12,9 @@ import pytest
 import vllm.entrypoints
 from fastapi import HTTPException
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from vllm.exceptions import VLLMError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMError, VLLMValidationError
 
 from vllm_neuron.patches import apply_patches
 
@@ -77,3 +79,20 @@ def test_a_mistake_of_other_code_stays_what_it_is():
 
     with pytest.raises(KeyError, match="absent"):
         TypeAdapter(Own).validate_python({})
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_a_bias_is_refused_where_vllm_clamps_it(kind):
+    apply_patches()
+
+    def ask(bias: object) -> object:
+        fields = {name: value for name, value in VALID.items() if name in kind.model_fields}
+        request = TypeAdapter(kind).validate_python(fields | {"logit_bias": {"5": 1, "6": bias}})
+        return request.to_sampling_params(1, {}).logit_bias
+
+    for bias in (-100, 100):
+        assert ask(bias) == {5: 1, 6: bias}
+    for bias in (-100.5, 1000, float("nan"), float("inf"), 10**30):
+        with pytest.raises(VLLMValidationError, match="from -100 to 100") as caught:
+            ask(bias)
+        assert caught.value.parameter == "logit_bias['6']"

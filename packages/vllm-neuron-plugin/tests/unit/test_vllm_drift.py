@@ -30,6 +30,8 @@ OVERRIDES = {
 
 CALLED = (
     "vllm.engine.arg_utils.EngineArgs.create_engine_config",
+    "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest.to_beam_search_params",
+    "vllm.entrypoints.openai.completion.protocol.CompletionRequest.to_beam_search_params",
     "vllm.model_executor.models.registry._ModelRegistry.inspect_model_cls",
     "vllm.model_executor.models.registry._ModelRegistry.register_model",
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks",
@@ -41,7 +43,10 @@ CALLED = (
     "vllm.v1.core.sched.scheduler.Scheduler.__init__",
     "vllm.renderers.base.BaseRenderer._process_embeds",
     "vllm.renderers.embed_utils.safe_to_dense",
+    "vllm.sampling_params.SamplingParams.from_optional",
     "vllm.v1.engine.input_processor.InputProcessor._validate_model_input",
+    "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
+    "vllm.v1.engine.input_processor.InputProcessor.resolve_watermarking",
     "vllm.v1.executor.abstract.Executor.collective_rpc",
 )
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -79,6 +80,11 @@ def test_a_prompt_longer_than_the_limit_is_http_400(server):
         ("check_structured_outputs_count", {"structured_outputs": 0.5}),
         ("check_system_message_content_type", {"messages": 7}),
         ("priority", {"priority": 2**63}),
+        ("--scheduling-policy priority", {"priority": 7}),
+        ("whitespace_pattern", {"structured_outputs": {"json": {}, "whitespace_pattern": " "}}),
+        ("structured_outputs", {"structured_outputs": {"choice": ["x"]}, "use_beam_search": True, "n": 2}),
+        ("repetition_penalty", {"repetition_penalty": 1e-40}),
+        ("logit_bias", {"logit_bias": {"7": 1000}}),
     ],
 )
 def test_what_cannot_be_honoured_is_http_400_by_name(server, name, body):
@@ -88,15 +94,38 @@ def test_what_cannot_be_honoured_is_http_400_by_name(server, name, body):
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", ["\ud800"]),
+        ("bad_words", ["\ud800"]),
+        ("request_id", "\ud800"),
+        ("session_id", "\ud800"),
+        ("structured_outputs", {"json": {"type": "integer", "maximum": 10**30}}),
+        ("repetition_detection", {"max_pattern_size": 2**64, "min_pattern_size": 1, "min_count": 2}),
+    ],
+)
+def test_what_cannot_be_sent_to_the_engine_is_http_400_by_name(server, name, value):
+    body = {"model": server.name, "prompt": "a", "max_tokens": 1, name: value}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=60)
+    assert caught.value.code == 400
+    assert name in json.load(caught.value)["error"]["message"]
+
+
 def test_a_priority_of_the_header_is_held_against_its_limits(server):
     def ask(priority: int):
         return server.client.completions.create(
             model=server.name, prompt=[9], max_tokens=1, extra_headers={"X-Vllm-Priority": str(priority)}
         )
 
-    assert ask(2**63 - 1).choices
-    with pytest.raises(openai.BadRequestError, match="9223372036854775808"):
-        ask(2**63)
+    assert ask(0).choices
+    for priority, said in ((1, "--scheduling-policy priority"), (2**63, "9223372036854775808")):
+        with pytest.raises(openai.BadRequestError, match=said):
+            ask(priority)
 
 
 def test_a_form_that_no_handler_reads_is_http_400(server):

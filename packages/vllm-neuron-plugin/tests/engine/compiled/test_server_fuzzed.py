@@ -43,10 +43,15 @@ NARROWED: dict[str, dict[str, Any]] = {
     "temperature": {"type": "number", "minimum": 0, "maximum": 2},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "min_p": {"type": "number", "minimum": 0, "maximum": 1},
-    "top_k": {"type": "integer", "minimum": -1, "maximum": 300},
+    "top_k": {"type": "integer", "minimum": -1},
     "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
     "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
+    "repetition_penalty": {"type": "number", "minimum": 0.1, "maximum": 2},
+    "logit_bias": {
+        "type": "object",
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    "priority": {"const": 0},
     "logprobs": {"type": ["boolean", "integer"], "minimum": 0, "maximum": 5},
     "prompt_logprobs": {"type": "integer", "minimum": 0, "maximum": 3},
 }
