@@ -71,6 +71,7 @@ def write(
     steps=None,
     *,
     ranks=1,
+    dp=0,
     layouts=None,
     names=None,
     padding=0,
@@ -86,7 +87,7 @@ def write(
     """
     layouts = layouts or {}
     run = RunRecord(info(**changes), ranks, layouts, names or {})
-    writers = [CaptureWriter(folder, spec, run, rank=rank) for rank in range(ranks)]
+    writers = [CaptureWriter(folder, spec, run, rank=rank, dp=dp) for rank in range(ranks)]
     for number, chunks in enumerate(steps or whole_steps(requests)):
         lengths = [end - begin for _, begin, end in chunks]
         begins = [0, *itertools.accumulate(lengths)][:-1]

@@ -15,6 +15,7 @@ from neuron_accuracy.capture.records import CacheRecord, RunRecord, StepRecord, 
 from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_accuracy.capture.writer import CaptureWriter
 from neuron_accuracy.errors import CaptureError
+from neuron_accuracy.layout import TensorLayout
 
 _spec = importlib.util.spec_from_file_location("accuracy_captures", Path(__file__).parents[1] / "captures.py")
 captures = importlib.util.module_from_spec(_spec)
@@ -90,6 +91,10 @@ def test_outputs_that_share_memory_and_scalars_are_kept(tmp_path):
     [
         ({"modules": ("m.*.mlp",)}, {(0, "m.0.mlp", "output.0"), (1, "m.0.mlp", "output.0")}),
         ({"tensors": ("input.*",)}, {(0, "m.0.attn", "input.0"), (1, "m.0.attn", "input.0")}),
+        (
+            {"tensors": (), "modules": ("*.attn",), "steps": (0,)},
+            {(0, "m.0.attn", "input.0"), (0, "m.0.attn", "output.0")},
+        ),
         ({"phases": ("decode",), "modules": ("*.mlp",)}, {(1, "m.0.mlp", "output.0")}),
         ({"steps": (0,), "modules": ("*.mlp",)}, {(0, "m.0.mlp", "output.0")}),
         ({"requests": ("b*",), "modules": ("*.mlp",)}, {(1, "m.0.mlp", "output.0")}),
@@ -245,7 +250,22 @@ def _without(key):
     return change
 
 
+def _changed(key, value, *path):
+    """Well-formed JSON in which one value is another."""
+
+    def change(file):
+        data = json.loads(file.read_text())
+        inside = data
+        for name in path:
+            inside = inside[name]
+        inside[key] = value
+        file.write_text(json.dumps(data))
+
+    return change
+
+
 MODULE = "dp0/prefill_s8_0/m"
+STEP = "dp0/prefill_s8_0/step.json"
 
 
 @pytest.mark.parametrize(
@@ -257,6 +277,25 @@ MODULE = "dp0/prefill_s8_0/m"
         ("capture.json", _without("info"), r"capture\.json is damaged"),
         ("dp0/prefill_s8_0/step.json", Path.unlink, r"step\.json is missing"),
         ("dp0/prefill_s8_0/step.json", _without("rows"), r"step\.json is damaged"),
+        ("capture.json", _changed("parallel", None, "info"), r"capture\.json is damaged.*parallel is None"),
+        ("capture.json", _changed("parallel", {"tp": "2"}, "info"), r"capture\.json is damaged.*parallel"),
+        ("capture.json", _changed("vocab_size", "9", "info"), r"capture\.json is damaged.*vocab_size is '9'"),
+        ("capture.json", _changed("info", None), r"capture\.json is damaged"),
+        ("capture.json", _changed("names", ["m"]), r"capture\.json is damaged.*names"),
+        ("capture.json", _changed("ranks", 0), r"capture\.json is damaged.*ranks is 0"),
+        ("capture.json", _changed("spec", {"modules": 3}), r"capture\.json is damaged"),
+        ("capture.json", _changed("heads", "4", "layouts", "m:output.0"), r"capture\.json is damaged.*heads"),
+        (STEP, _changed("token_ids", [1], "rows", 0), r"step\.json is damaged.*4 positions and 1 tokens"),
+        (STEP, _changed("token_ids", "1234", "rows", 0), r"step\.json is damaged.*token_ids is '1234'"),
+        (STEP, _changed("positions", [0, 1, None, 3], "rows", 0), r"step\.json is damaged.*positions"),
+        (STEP, _changed("begin", 5, "rows", 0), r"step\.json is damaged.*from row 5 on, of 8 rows"),
+        (STEP, _changed("row", 2, "rows", 0), r"step\.json is damaged.*in row 2 of 2 requests"),
+        (STEP, _changed("rows", ["a"]), r"step\.json is damaged"),
+        (STEP, _changed("num_tokens", 8.5), r"step\.json is damaged.*num_tokens is 8\.5"),
+        (f"{MODULE}/rank0.json", _changed("shape", "8", "tensors", "output.0"), r"damaged.*shape is '8'"),
+        (f"{MODULE}/rank0.json", _changed("shape", [8.0, 6], "tensors", "output.0"), r"damaged.*shape"),
+        (f"{MODULE}/rank0.json", _changed("dtype", 32, "tensors", "output.0"), r"damaged.*dtype is 32"),
+        (f"{MODULE}/rank0.json", _changed("order", None), r"damaged.*order is None"),
         (f"{MODULE}/rank0.json", _cut, r"rank0\.json cannot be read"),
         (f"{MODULE}/rank0.json", Path.unlink, r"holds no rank's tensors"),
         (f"{MODULE}/rank0.safetensors", _cut, r"rank0\.safetensors cannot be read"),
@@ -265,7 +304,8 @@ MODULE = "dp0/prefill_s8_0/m"
     ],
 )
 def test_damage_is_an_error_that_names_the_file(tmp_path, name, damage, message):
-    writer(tmp_path).write_step(step(), tensors(("m", "output.0")))
+    run = RunRecord(captures.info(), 2, {"m:output.0": TensorLayout()})
+    writer(tmp_path, run=run).write_step(step(), tensors(("m", "output.0")))
     damage(tmp_path / name)
     with pytest.raises(CaptureError, match=message):
         capture = Capture(tmp_path)

@@ -157,14 +157,16 @@ def test_what_is_written_over_later_is_kept_as_it_was(tmp_path):
     assert torch.equal(capture.load("first", "output.0", capture.steps()[0]), before)
 
 
-def test_what_has_no_rows_is_left_out_with_a_warning_unless_declared(model, tmp_path):
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_has_no_rows_is_left_out_with_a_warning_unless_declared(model, tmp_path, everywhere):
     ids = torch.tensor([PROMPTS[1]])
     with (
         taps(model, tmp_path / "a", "lm_head"),
         pytest.warns(UserWarning, match=r"lm_head:output\.0 .* not captured"),
     ):
         model(ids, logits_to_keep=1)
-    layouts = {"lm_head:output.0": TensorLayout(rows=Rows.REQUESTS)}
+    phase = "" if everywhere else "@prefill"
+    layouts = {f"lm_head:output.0{phase}": TensorLayout(rows=Rows.REQUESTS)}
     with taps(model, tmp_path / "b", "lm_head", layouts=layouts), torch.no_grad():
         logits = model(ids, logits_to_keep=1).logits
     capture = Capture(tmp_path / "b")

@@ -368,7 +368,8 @@ def test_requests_are_paired_by_their_tokens(tmp_path):
 
 
 def test_tensors_only_one_side_has_are_noted(tmp_path):
-    reference = captures.write(tmp_path / "r", REQUESTS, made("m:output.0"))
+    """Of a run of another kind: what one kind lost, test_accuracy_compare_filters.py has."""
+    reference = captures.write(tmp_path / "r", REQUESTS, made("m:output.0"), kind="other")
     test = captures.write(tmp_path / "t", REQUESTS, made("m:output.0", "n:output.0"))
     outcome = compare_captures(test, reference)
     assert outcome.passed

@@ -69,6 +69,11 @@ def test_ulps_are_steps_to_the_next_value(dtype, start, steps):
     assert int(ulp_distance(value, end, dtype)) == steps
 
 
+def test_ulps_across_zero_are_no_fewer_than_can_be_counted():
+    values = torch.tensor([2.0, 1e308, 5e-324], dtype=torch.float64)
+    assert ulp_distance(values, -values, torch.float64).tolist() == [2**63 - 2, 2**63 - 2, 2]
+
+
 def test_distances_are_counted_in_their_ranges():
     distances = torch.tensor([0, 0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65, 10**6])
     assert dict(zip(ULP_LABELS, ulp_histogram(distances).tolist(), strict=True)) == {

@@ -17,7 +17,7 @@ from neuron_accuracy.capture.records import StepRecord
 from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_accuracy.capture.writer import CaptureWriter
 from neuron_accuracy.errors import CaptureError
-from neuron_accuracy.layout import Rows, TensorLayout
+from neuron_accuracy.layout import Rows
 
 __all__ = ["ROOT", "ModuleCapture", "capture_modules", "tensors_of"]
 
@@ -90,7 +90,7 @@ class ModuleCapture:
         return hook
 
     def _take(self, batch: Batch, module: str, name: str, tensor: Tensor) -> None:
-        layout = self._writer.run.layouts.get(f"{module}:{name}", TensorLayout())
+        layout = self._writer.run.layout(module, name, batch.step.phase)
         rows = batch.rows(tensor, layout.rows)
         if rows is not None:
             # A copy: a later module may write over it.

@@ -20,12 +20,13 @@ from neuron_accuracy.capture.codec import (
     name_of_folder,
     run_from_json,
     step_from_json,
+    tensors_from_json,
 )
 from neuron_accuracy.capture.files import digest, elements, read_json
 from neuron_accuracy.capture.order import merge_order
 from neuron_accuracy.capture.records import CacheRecord, StepRecord
-from neuron_accuracy.errors import AccuracyError, CaptureError
-from neuron_core.errors import unknown_name_hint
+from neuron_accuracy.errors import CaptureError
+from neuron_core.errors import NeuronError, unknown_name_hint
 
 __all__ = ["Capture", "Stored"]
 
@@ -203,10 +204,8 @@ class Capture:
 
     def _read_described(self, path: Path) -> tuple[int, dict[str, Stored]]:
         def parse(data: dict[str, Any]) -> tuple[int, dict[str, Stored]]:
-            return int(data["order"]), {
-                name: Stored(tuple(item["shape"]), _dtype(item["dtype"]), item["sha256"])
-                for name, item in data["tensors"].items()
-            }
+            order, tensors = tensors_from_json(data)
+            return order, {name: Stored(item[0], _dtype(item[1]), item[2]) for name, item in tensors.items()}
 
         return _parsed(path, read_json(path), parse)
 
@@ -250,7 +249,7 @@ def _changed(path: Path, tensor: str) -> CaptureError:
 def _parsed(path: Path, data: dict[str, Any], parse: Callable[[dict[str, Any]], T]) -> T:
     try:
         return parse(data)
-    except (KeyError, TypeError, ValueError, AttributeError, AccuracyError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, NeuronError) as error:
         raise CaptureError(f"{path} is damaged: {error!r}") from error
 
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from neuron_accuracy.errors import CaptureError
 from neuron_accuracy.layout import TensorLayout
 from neuron_accuracy.subjects.info import SubjectInfo
 
-__all__ = ["FORMAT", "CacheRecord", "RunRecord", "StepRecord", "StepRow"]
+__all__ = ["FORMAT", "CacheRecord", "RunRecord", "StepRecord", "StepRow", "check_rows"]
 
 FORMAT = "neuron-accuracy-capture/1"
 
@@ -105,3 +106,18 @@ class CacheRecord:
     """How many consecutive ranks hold the same heads."""
     dcp: int = 1
     """Decode-context-parallel ranks, to which positions are dealt out in turn; 1 if each rank holds all positions."""
+
+
+def check_rows(step: StepRecord) -> None:
+    """Raise ``CaptureError`` if its rows do not fit it."""
+    for row in step.rows:
+        count = len(row.positions)
+        if count != len(row.token_ids) or row.begin < 0 or row.begin + count > step.num_tokens:
+            raise CaptureError(
+                f"step {step.number}: request {row.request!r} has {count} positions and {len(row.token_ids)} tokens "
+                f"from row {row.begin} on, of {step.num_tokens} rows"
+            )
+        if not 0 <= row.row < step.num_seqs:
+            raise CaptureError(
+                f"step {step.number}: request {row.request!r} is in row {row.row} of {step.num_seqs} requests"
+            )

@@ -20,7 +20,8 @@ DEFAULT_MAX_BYTES = 10 * 2**30
 class CaptureSpec:
     """Which tensors of which modules in which steps. An empty filter takes everything.
 
-    ``modules`` are shell patterns of qualified names (``model.layers.*.mlp``); ``**`` alone takes every module.
+    ``modules`` are no filter but what is taken: shell patterns of qualified names (``model.layers.*.mlp``); ``**``
+    alone takes every module, and none at all is a capture of caches only.
     ``tensors`` are patterns of a tensor's name in its module: ``output.0``, ``output.1``, …, ``input.0``, …; inputs
     are written only if a pattern says so. ``steps`` and ``ranks`` are numbers counted from 0, ``requests`` patterns of
     request ids. ``kv`` takes the cache of each selected request when it ends. A capture that would grow beyond
@@ -42,7 +43,7 @@ class CaptureSpec:
 
     def wants_tensor(self, name: str) -> bool:
         """Whether a tensor of a taken module is, by its name in it."""
-        return any(fnmatchcase(name, pattern) for pattern in self.tensors)
+        return not self.tensors or any(fnmatchcase(name, pattern) for pattern in self.tensors)
 
     def wants_step(self, phase: str, step: int, requests: tuple[str, ...]) -> bool:
         """Whether a step with these requests is taken."""

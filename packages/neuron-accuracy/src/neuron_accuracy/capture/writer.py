@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neuron_accuracy.capture.codec import folder_name, record_to_json, run_to_json
 from neuron_accuracy.capture.files import size_bytes, write_json, write_tensors
-from neuron_accuracy.capture.records import CacheRecord, RunRecord, StepRecord
+from neuron_accuracy.capture.records import CacheRecord, RunRecord, StepRecord, check_rows
 from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_accuracy.errors import CaptureError
 
@@ -63,7 +63,7 @@ class CaptureWriter:
         self._check_open()
         if not self.wants(step):
             return
-        _check_rows(step)
+        check_rows(step)
         if step.number in self._steps:
             raise CaptureError(
                 f"step {step.number} was written already; steps are numbered from 0, each once"
@@ -145,20 +145,6 @@ class CaptureWriter:
             held = described
         if held is not None:
             raise CaptureError(f"{held}: the folder holds a capture already; give an empty one, or remove it")
-
-
-def _check_rows(step: StepRecord) -> None:
-    for row in step.rows:
-        count = len(row.positions)
-        if count != len(row.token_ids) or row.begin < 0 or row.begin + count > step.num_tokens:
-            raise CaptureError(
-                f"step {step.number}: request {row.request!r} has {count} positions and {len(row.token_ids)} tokens "
-                f"from row {row.begin} on, of {step.num_tokens} rows"
-            )
-        if not 0 <= row.row < step.num_seqs:
-            raise CaptureError(
-                f"step {step.number}: request {row.request!r} is in row {row.row} of {step.num_seqs} requests"
-            )
 
 
 def _check_pages(

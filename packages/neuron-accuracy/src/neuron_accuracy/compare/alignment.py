@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neuron_accuracy.compare.requests import Place, Trace
+from neuron_accuracy.compare.traces import Place, Trace
 from neuron_accuracy.layout import Rows
 
 __all__ = ["Alignment", "Span"]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from neuron_accuracy.capture.reader import Capture
+from neuron_accuracy.capture.records import StepRecord
 from neuron_accuracy.compare.alignment import Alignment, Span
+from neuron_accuracy.compare.filters import lost_modules
 from neuron_accuracy.compare.limits import Limits
 from neuron_accuracy.compare.metrics import coarser
 from neuron_accuracy.compare.origin import judge
@@ -34,6 +36,9 @@ Progress = Callable[[int, int, str], None]
 
 _SIDES = ("test", "reference", "baseline")
 
+_UNTOLD = ("unknown", "none", 0)
+"""What a run says that does not know, or has none."""
+
 
 def compare_captures(
     test: Capture | Path,
@@ -42,17 +47,22 @@ def compare_captures(
     *,
     limits: Limits | None = None,
     progress: Progress | None = None,
+    revisions_may_differ: bool = False,
 ) -> Outcome:
     """Find the first module, in the order they ran, where the test parts from the reference.
 
     With a ``baseline`` of higher precision (the reference's model in float32) the reference is in the test's dtype,
     and the test's errors are held against the reference's by :class:`Gates`; without, differences by :class:`TwoWay`
     limits. Raises ``CaptureError`` if the captures are not of one model or cannot be read, ``LayoutError`` if what
-    ranks hold does not make one tensor. ``data`` is described in docs/accuracy-captures.md.
+    ranks hold does not make one tensor. Weights of another revision are a note instead if ``revisions_may_differ``, as
+    where two checkpoints are compared. ``data`` is described in docs/accuracy-captures.md.
     """
     captures = [_opened(item) for item in (test, reference, baseline) if item is not None]
-    for side, other in zip(_SIDES[1:], captures[1:], strict=False):
-        _check_same_model(captures[0], other, side)
+    others = [
+        note
+        for side, other in zip(_SIDES[1:], captures[1:], strict=False)
+        for note in _check_same_model(captures[0], other, side, revisions_may_differ)
+    ]
     comparison = _Comparison(captures, limits or Limits())
     scores = comparison.run(progress)
     findings, data = judge(scores, comparison.pairs, comparison.limits)
@@ -62,7 +72,7 @@ def compare_captures(
         f"Tensors, {kind}",
         _described(captures[0]),
         " and ".join(_described(item) for item in captures[1:]),
-        [*comparison.findings, *findings, *comparison.notes],
+        [*comparison.findings, *findings, *others, *comparison.notes],
         {"mode": kind, "limits": comparison.limits.to_json(), **data, "unpaired": comparison.unpaired},
     )
 
@@ -104,14 +114,14 @@ class _Comparison:
         requests = [[pair.test, pair.reference] for pair in self.pairs]
         positions: list[Sequence[int]] = [pair.positions for pair in self.pairs]
         if len(self.captures) == 3:
-            others, findings = pair_requests(self.captures[0], self.captures[2])
+            others, findings = pair_requests(self.captures[0], self.captures[2], "baseline")
             self.findings += [item for item in findings if item not in self.findings]
-            by_test = {pair.test.request: pair for pair in others}
-            held = [pair for pair in self.pairs if pair.test.request in by_test]
+            by_test = {pair.test.key: pair for pair in others}
+            held = [pair for pair in self.pairs if pair.test.key in by_test]
             self.pairs = held
             requests, positions = [], []
             for pair in held:
-                other = by_test[pair.test.request]
+                other = by_test[pair.test.key]
                 requests.append([pair.test, pair.reference, other.reference])
                 shared = set(other.positions)
                 positions.append([at for at in pair.positions if at in shared])
@@ -128,14 +138,19 @@ class _Comparison:
             )
         sliced = {views[0][name].source.rpartition(":")[0] for name in shared if views[0][name].part}
         shared = [name for name in shared if views[0][name].part or views[0][name].source not in sliced]
-        for side, held in zip(_SIDES, views, strict=False):
-            self._note_unpaired(side, held, shared)
+        for side, capture, held in zip(_SIDES, self.captures, views, strict=False):
+            alone = self._note_unpaired(side, held, shared)
+            for other, lacking in zip(_SIDES, self.captures, strict=False):
+                if lost := lost_modules(alone, capture, lacking):
+                    shown = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
+                    detail = f"the {other} lacks {len(lost)} modules that the {side} has and it was asked for: {shown}"
+                    self._fault(lost[0], "missing module", detail)
         return [
             _Row(name, tuple(ViewReader(c, held[name]) for c, held in zip(self.captures, views, strict=True)))
             for name in shared
         ]
 
-    def _note_unpaired(self, side: str, held: dict[str, View], shared: Sequence[str]) -> None:
+    def _note_unpaired(self, side: str, held: dict[str, View], shared: Sequence[str]) -> list[View]:
         used = {(held[name].module, held[name].tensor) for name in shared}
         alone = [
             name for name, view in held.items() if (view.module, view.tensor) not in used and not view.part
@@ -145,6 +160,7 @@ class _Comparison:
             shown = ", ".join(alone[:3]) + (", …" if len(alone) > 3 else "")
             detail = f"{len(alone)} tensors only the {side} has were not compared: {shown}"
             self.notes.append(Finding(Level.TENSOR, "not compared", side, detail, Severity.NOTE))
+        return [held[name] for name in alone]
 
     def _score(self, row: _Row) -> Score | None:
         kinds = tuple(reader.view.layout.rows for reader in row.readers)
@@ -153,11 +169,14 @@ class _Comparison:
         unrowed = Rows.NONE in kinds
         pieces = self._unrowed(row, kinds) if unrowed else self._rowed(row, self._alignment.spans(kinds))
         for tensors, pairs, positions in _batched(pieces):
+            if not any(tensor.shape[1] for tensor in tensors):
+                self._note(row.name, "it has no features")
+                return None
             if tally is None:
                 dtypes = tuple(tensor.dtype for tensor in tensors)
                 tally = self._tally(row, tensors)
             tensors = list(tensors)
-            if any(tensor.shape[1] != tally.features for tensor in tensors):
+            if tally.features and any(tensor.shape[1] != tally.features for tensor in tensors):
                 tensors = _without_padding(tensors, tally.features)
             if any(tensor.shape[1] != tally.features for tensor in tensors):
                 self._fault(row.name, "shapes differ", _shapes(row, tensors))
@@ -165,17 +184,29 @@ class _Comparison:
             baseline = tensors[2] if len(tensors) == 3 else None
             tally.add(tensors[0], tensors[1], baseline, pairs, positions)
         if tally is None:
-            detail = "no position has a row in every capture"
-            self.notes.append(Finding(Level.TENSOR, "not compared", row.name, detail, Severity.NOTE))
+            self._note(row.name, "no position has a row in every capture")
             return None
         sources = tuple(reader.view.source for reader in row.readers)
         requests = [pair.test.request for pair in self.pairs]
-        return score(row.name, tally, dtypes, sources, coarser(dtypes[0], dtypes[1]), self.limits, requests)
+        return score(row.name, tally, dtypes, sources, self._coarsest(row), self.limits, requests)
+
+    def _coarsest(self, row: _Row) -> torch.dtype:
+        """Of the dtypes that test and reference hold a tensor in and, if it is no integer, compute in."""
+        dtypes = [_real(reader.view.dtype) for reader in row.readers[:2]]
+        found = coarser(*dtypes)
+        if not found.is_floating_point:
+            return found
+        for capture in self.captures[:2]:
+            name = capture.run.info.dtype.removeprefix("torch.")
+            own = getattr(torch, name, None)
+            if isinstance(own, torch.dtype):
+                found = coarser(found, own)
+        return found
 
     def _tally(self, row: _Row, tensors: Sequence[Tensor]) -> Tally:
         heads = next((reader.view.heads for reader in row.readers if reader.view.heads), None)
         features = min(tensor.shape[1] for tensor in tensors)
-        target = coarser(tensors[0].dtype, tensors[1].dtype)
+        target = self._coarsest(row)
         if heads and features % heads:
             heads = None
         return Tally(features, heads, target if target.is_floating_point else None)
@@ -188,13 +219,9 @@ class _Comparison:
             ]
             held = [reader.holds(dp, step) for reader, (dp, step) in zip(row.readers, steps, strict=True)]
             if not all(held):
-                self._missing(row, held, [step.number for _, step in steps])
+                self._missing(row, held, [step for _, step in steps])
                 continue
-            shapes = [reader.shape(dp, step) for reader, (dp, step) in zip(row.readers, steps, strict=True)]
-            count = max(1, CHUNK_ELEMENTS // max(_size(shape) for shape in shapes))
-            for reader, (dp, step) in zip(row.readers, steps, strict=True):
-                for detail in reader.check(dp, step, count):
-                    self._fault(reader.view.source, "replicas differ", detail)
+            count = self._checked(row, steps)
             for piece in span.pieces(count):
                 tensors = [
                     _taken(reader, dp, step, index, count)
@@ -215,24 +242,42 @@ class _Comparison:
             counts = ", ".join(f"{side} {len(steps)}" for side, steps in zip(_SIDES, held, strict=False))
             self._fault(row.name, "missing step", f"steps that have it: {counts}")
         for steps in zip(*held, strict=False):
+            self._checked(row, steps)
             tensors = [
                 reader.everything(dp, step) for reader, (dp, step) in zip(row.readers, steps, strict=True)
             ]
             zero = torch.zeros(1, dtype=torch.int64)
             yield tensors, zero, zero
 
-    def _missing(self, row: _Row, held: Sequence[bool], steps: Sequence[int]) -> None:
+    def _checked(self, row: _Row, steps: Sequence[tuple[int, StepRecord]]) -> int:
+        """How many rows of a step's tensor are read at a time, once its files were checked and its replicas agree."""
+        each = list(zip(row.readers, steps, strict=True))
+        count = max(1, CHUNK_ELEMENTS // max(_size(reader.shape(dp, step)) for reader, (dp, step) in each))
+        for reader, (dp, step) in each:
+            for detail in reader.check(dp, step, count):
+                self._fault(reader.view.source, "replicas differ", detail)
+        return count
+
+    def _missing(self, row: _Row, held: Sequence[bool], steps: Sequence[StepRecord]) -> None:
         if not any(held):
             return
-        for side, has, number, reader in zip(_SIDES, held, steps, row.readers, strict=False):
+        # A run need not make a row of a request in a chunk of its prompt, unless the others do it there as well.
+        alike = all(reader.view.layout.rows is Rows.REQUESTS for reader in row.readers)
+        for side, has, step, reader in zip(_SIDES, held, steps, row.readers, strict=False):
             if not has:
-                tokens = reader.view.layout.rows is Rows.TOKENS
-                severity = Severity.FAULT if tokens else Severity.NOTE
-                detail = f"step {number} of the {side} has no {reader.view.source}, as the other has for its positions"
+                due = alike or reader.view.layout.rows is Rows.TOKENS or step.phase == "decode"
+                severity = Severity.FAULT if due else Severity.NOTE
+                source = reader.view.source
+                detail = (
+                    f"step {step.number} of the {side} has no {source}, as the other has for its positions"
+                )
                 found = Finding(Level.INPUT, "missing step", row.name, detail, severity)
-                into = self.findings if tokens else self.notes
+                into = self.findings if due else self.notes
                 if not any(item.where == row.name and item.kind == found.kind for item in into):
                     into.append(found)
+
+    def _note(self, where: str, detail: str) -> None:
+        self.notes.append(Finding(Level.TENSOR, "not compared", where, detail, Severity.NOTE))
 
     def _fault(self, where: str, kind: str, detail: str) -> None:
         if not any(item.where == where and item.kind == kind for item in self.findings):
@@ -296,22 +341,32 @@ def _size(shape: Sequence[int]) -> int:
     return max(1, size)
 
 
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
 def _opened(item: Capture | Path) -> Capture:
     return item if isinstance(item, Capture) else Capture(item)
 
 
-def _check_same_model(test: Capture, other: Capture, side: str) -> None:
+def _check_same_model(
+    test: Capture, other: Capture, side: str, revisions_may_differ: bool
+) -> Iterator[Finding]:
     mine, its = test.run.info, other.run.info
     for what, left, right in (
         ("vocabulary size", mine.vocab_size, its.vocab_size),
         ("tokenizer", mine.tokenizer, its.tokenizer),
         ("revision of the weights", mine.revision, its.revision),
     ):
-        if left != right and "unknown" not in (left, right):
+        if left == right or left in _UNTOLD or right in _UNTOLD:
+            continue
+        if what != "revision of the weights" or not revisions_may_differ:
             raise CaptureError(
                 f"the captures are of different models: {what} {left!r} of {mine.model} in {test.folder}, {right!r} "
                 f"of {its.model} in the {side} {other.folder}; compare runs of one model"
             )
+        detail = f"the test has revision {str(left)[:12]} and the {side} {str(right)[:12]}"
+        yield Finding(Level.INPUT, "other weights", _described(test), detail, Severity.NOTE)
 
 
 def _described(capture: Capture) -> str:

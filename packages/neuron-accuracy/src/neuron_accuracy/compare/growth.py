@@ -12,7 +12,6 @@ import torch
 
 from neuron_accuracy.capture.hooks import ROOT
 from neuron_accuracy.compare.limits import Limits
-from neuron_accuracy.compare.metrics import coarser
 from neuron_accuracy.compare.score import Score
 
 __all__ = ["judge_growth"]
@@ -39,15 +38,14 @@ def judge_growth(scores: Sequence[Score], limits: Limits) -> None:
         judged = given is not None and item.tally.dtype is not None and item.module not in stacks
         if item.is_input or given is None or not judged or given.tally.dtype is None:
             continue
-        target = coarser(item.dtypes[0], item.dtypes[1])
-        made, error, given_error = limits.of(target).made, item.tally.rel_l2, given.error
+        made, error, given_error = item.allowed.made, item.tally.rel_l2, given.error
         if error > made + limits.growth * given_error and not item.reasons:
             item.grew = True
             item.reasons.append(
                 f"rel_l2 {error:.3g} is above {made:g} and {limits.growth:g} times its input's {given_error:.3g}"
             )
         if item.module not in parents:
-            least = torch.finfo(target).eps / 4
+            least = torch.finfo(item.coarsest).eps / 4
             kinds[re.sub(r"\d+", "*", item.name)].append((item, error / max(given_error, least)))
     for members in kinds.values():
         _judge_kind(members, limits)
@@ -61,7 +59,7 @@ def _judge_kind(members: Sequence[tuple[Score, float]], limits: Limits) -> None:
     usual = max(middle, LEAST_USUAL)
     most = max(limits.growth * usual, usual + SPREADS * spread)
     for item, growth in members:
-        least = torch.finfo(coarser(item.dtypes[0], item.dtypes[1])).eps / 2
+        least = torch.finfo(item.coarsest).eps / 2
         if growth > most and item.tally.rel_l2 > least and not item.reasons:
             item.grew = True
             item.reasons.append(

@@ -14,14 +14,16 @@ __all__ = ["TWO_WAY", "Gates", "Limits", "TwoWay"]
 
 @dataclass(frozen=True)
 class TwoWay:
-    """Without a baseline: limits for a pair of dtypes, by the coarser of the two."""
+    """Without a baseline: limits by the coarsest of the dtypes that a tensor is stored in and its runs compute in: what
+    a run in 16 bits stores in 32 is no more exact for that.
+    """
 
     rel_l2: float
     """Norm of the difference by the norm of the reference, over all rows."""
     linf_rel: float
     """Largest difference by the largest magnitude of the reference."""
     row: float
-    """Norm of one row's difference by the norm of the reference's row, or of its mean row if that is larger."""
+    """Norm of one row's difference by the norm of the reference's row, or of the median row if that is larger."""
     head: float
     """As ``rel_l2``, of one head."""
     gain: float

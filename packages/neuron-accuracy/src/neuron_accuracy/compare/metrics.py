@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = [
     "ratio",
     "ulp_distance",
     "ulp_histogram",
+    "without_masks",
 ]
 
 _OCTAVES = 64
@@ -28,6 +30,13 @@ LOG_BINS = 2 * _HALF + 1
 
 _ULP_EDGES = (0, 1, 2, 4, 8, 16, 64)
 ULP_LABELS = ("0", "1", "2", "3–4", "5–8", "9–16", "17–64", "> 64")
+
+_MOST_ULPS = 2**62 - 1
+
+_MASK = 1e6
+"""A score that is masked out by a large finite number is at least so large; no activation or logit is."""
+_BEYOND = 1e3
+"""And so many times larger than what is not masked out of its row."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -56,8 +65,11 @@ def bhattacharyya(first: Tensor, second: Tensor) -> float:
 
 
 def ulp_distance(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
-    """How many values of ``dtype`` lie between two tensors, both rounded to it first: int64."""
-    return (_ordered(first.to(dtype)) - _ordered(second.to(dtype))).abs()
+    """How many values of ``dtype`` lie between two tensors, both rounded to it first: int64, at most 2^63 - 2."""
+    a, b = _ordered(first.to(dtype)), _ordered(second.to(dtype))
+    # Of either sign, float64 has more values than int64 can count.
+    across = a.abs().clamp_max(_MOST_ULPS) + b.abs().clamp_max(_MOST_ULPS)
+    return torch.where((a < 0) == (b < 0), (a - b).abs(), across)
 
 
 def ulp_histogram(distances: Tensor) -> Tensor:
@@ -83,6 +95,29 @@ def finite_or_zero(*tensors: Tensor) -> tuple[list[Tensor], Tensor]:
     for tensor in tensors[1:]:
         shared = shared & (tensor == tensors[0])
     return [torch.where(finite, tensor, 0.0) for tensor in tensors], ~finite & ~shared
+
+
+def without_masks(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors ``[rows, features]`` with zero where all mask an element out: by a number that is huge in all of
+    them, the same to a rounding of ``dtype``, and far beyond the rest of its row.
+
+    ``finfo.min`` and -1e9 stand for minus infinity; as the largest element they would let every other be anything.
+    What only one of them masks stays, and is an error as large as it. What is equal is left out only, so that nothing
+    is excused.
+    """
+    least = min(_MASK, torch.finfo(dtype).max)
+    # In 8 bits the largest number is a value like others.
+    if dtype.itemsize < 2 or not tensors[0].numel():
+        return list(tensors)
+    if min(float(tensor.abs().max()) for tensor in tensors) < least:
+        return list(tensors)
+    first = tensors[0]
+    huge = torch.ones_like(first, dtype=torch.bool)
+    for tensor in tensors:
+        huge &= (tensor.abs() >= least) & ((tensor - first).abs() <= torch.finfo(dtype).eps * first.abs())
+    rest = torch.stack([torch.where(huge, 0.0, tensor.abs()).amax(1) for tensor in tensors]).amax(0)
+    huge &= first.abs() >= _BEYOND * rest.unsqueeze(1)
+    return [torch.where(huge, 0.0, tensor) for tensor in tensors]
 
 
 def ratio(value: float, reference: float) -> float:

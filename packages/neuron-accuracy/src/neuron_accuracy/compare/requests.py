@@ -1,43 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which request of one run is which of another, and where each of their tokens' rows are."""
+"""Which request of one run is which of another."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from neuron_accuracy.capture.reader import Capture
-from neuron_accuracy.capture.records import StepRecord
+from neuron_accuracy.compare.filters import Filters, may_lack_request
+from neuron_accuracy.compare.traces import Trace, traces
 from neuron_accuracy.errors import CaptureError
 from neuron_accuracy.findings import Finding, Level, Severity
 
-__all__ = ["Pair", "Place", "Trace", "pair_requests", "ranges", "traces"]
-
-
-class Place(NamedTuple):
-    """Where the row of one token is."""
-
-    dp: int
-    step: int
-    """Index among the replica's steps."""
-    row: int
-    """Among the step's tokens."""
-    seq: int
-    """Among the step's requests if it is the request's last token in the step, else -1."""
-
-
-@dataclass(frozen=True)
-class Trace:
-    """All tokens of a request that a capture has, by position; of a position that ran twice, the last.
-
-    A position without a place was not computed: the cache held it already.
-    """
-
-    request: str
-    tokens: Mapping[int, int]
-    places: Mapping[int, Place]
+__all__ = ["Pair", "pair_requests", "ranges"]
 
 
 @dataclass(frozen=True)
@@ -56,21 +32,13 @@ class Pair:
         return cls(test, reference, computed)
 
 
-def traces(capture: Capture) -> list[Trace]:
-    """Every request of a capture, in the order they were first seen."""
-    tokens: dict[str, dict[int, int]] = defaultdict(dict)
-    places: dict[str, dict[int, Place]] = defaultdict(dict)
-    for dp in capture.replicas:
-        for index, step in enumerate(capture.steps(dp)):
-            _add(dp, index, step, tokens, places)
-    return [Trace(name, tokens[name], places[name]) for name in tokens]
-
-
-def pair_requests(test: Capture, reference: Capture) -> tuple[list[Pair], list[Finding]]:
+def pair_requests(
+    test: Capture, reference: Capture, side: str = "reference"
+) -> tuple[list[Pair], list[Finding]]:
     """Pair requests by the longest common beginning of their tokens, each once.
 
-    What is not paired, has positions on one side only, or parts from its pair, is a finding. Raises ``CaptureError``
-    if no two requests begin alike.
+    What is not paired, has positions on one side only, or parts from its pair, is a finding, which calls the other
+    capture the ``side`` it is on. Raises ``CaptureError`` if no two requests begin alike.
     """
     left, right = traces(test), traces(reference)
     pairs = _matched(left, right)
@@ -79,16 +47,19 @@ def pair_requests(test: Capture, reference: Capture) -> tuple[list[Pair], list[F
             f"no request of {test.folder} begins with the tokens of one of {reference.folder} "
             f"({_shown(left)} against {_shown(right)}): capture the same prompts in both"
         )
-    findings = [finding for pair in pairs for finding in _unlike(pair, test, reference)]
-    for side, held, used, other in (
-        ("test", left, {pair.test.request for pair in pairs}, reference),
-        ("reference", right, {pair.reference.request for pair in pairs}, test),
+    findings = [finding for pair in pairs for finding in _unlike(pair, test, reference, side)]
+    same_ids = all(pair.test.key[1] == pair.reference.key[1] for pair in pairs)
+    for held, used, other, others in (
+        (left, {pair.test.key for pair in pairs}, reference, side),
+        (right, {pair.reference.key for pair in pairs}, test, "test"),
     ):
-        alone = [trace.request for trace in held if trace.request not in used]
-        detail = f"only the {side} has it: none of the other's begins with its tokens"
-        # A capture that was told to leave requests out is no fault of the run.
-        severity = Severity.NOTE if other.spec.requests else Severity.FAULT
-        findings += [Finding(Level.INPUT, "request without a pair", name, detail, severity) for name in alone]
+        for trace in (trace for trace in held if trace.key not in used):
+            detail = f"none of the {others}'s begins with its tokens, so it is not compared"
+            severity = Severity.FAULT
+            if may_lack_request(other.spec, trace.key[1], same_ids):
+                severity = Severity.NOTE
+                detail += f"; requests of the {others} were asked for by id"
+            findings.append(Finding(Level.INPUT, "request without a pair", trace.request, detail, severity))
     return pairs, findings
 
 
@@ -102,22 +73,6 @@ def ranges(numbers: Sequence[int]) -> str:
             spans.append([number, number])
     shown = [str(begin) if begin == end else f"{begin}–{end}" for begin, end in spans[:8]]
     return ", ".join(shown) + (", …" if len(spans) > 8 else "")
-
-
-def _add(
-    dp: int,
-    index: int,
-    step: StepRecord,
-    tokens: dict[str, dict[int, int]],
-    places: dict[str, dict[int, Place]],
-) -> None:
-    for row in step.rows:
-        tokens[row.request].update(enumerate(row.cached_ids))
-        last = len(row.positions) - 1
-        for offset, (position, token) in enumerate(zip(row.positions, row.token_ids, strict=True)):
-            tokens[row.request][position] = token
-            seq = row.row if offset == last else -1
-            places[row.request][position] = Place(dp, index, row.begin + offset, seq)
 
 
 def _matched(left: Sequence[Trace], right: Sequence[Trace]) -> list[Pair]:
@@ -158,32 +113,41 @@ def _shared(trace: Trace, other: Trace) -> tuple[int, ...]:
     return tuple(common)
 
 
-def _unlike(pair: Pair, test: Capture, reference: Capture) -> list[Finding]:
+def _unlike(pair: Pair, test: Capture, reference: Capture, side: str) -> list[Finding]:
     test_tokens, reference_tokens = pair.test.tokens, pair.reference.tokens
     common = sorted(test_tokens.keys() & reference_tokens.keys())
-    findings = []
     agreed = _shared(pair.test, pair.reference)
     if len(common) > len(agreed):
         at = common[len(agreed)]
         detail = (
-            f"at position {at} the test has token {test_tokens[at]} and the reference {reference_tokens[at]}; "
+            f"at position {at} the test has token {test_tokens[at]} and the {side} {reference_tokens[at]}; "
             f"from there on nothing is compared"
         )
-        findings.append(Finding(Level.INPUT, "tokens part", pair.test.request, detail))
-        return findings
-    for name, held, other, spec in (
-        ("test", test_tokens, reference_tokens, test.spec),
-        ("reference", reference_tokens, test_tokens, reference.spec),
+        return [Finding(Level.INPUT, "tokens part", pair.test.request, detail)]
+    ours, theirs = (test, pair.test), (reference, pair.reference)
+    return [
+        finding
+        for name, own, other in (("test", ours, theirs), (side, theirs, ours))
+        for finding in _missing(name, pair.test.request, own, other)
+    ]
+
+
+def _missing(
+    name: str, request: str, own: tuple[Capture, Trace], other: tuple[Capture, Trace]
+) -> Iterator[Finding]:
+    """What one side has no rows of: a fault, but where that capture was told to leave out what it may be in."""
+    missing = sorted(other[1].tokens.keys() - own[1].tokens.keys())
+    if not missing:
+        return
+    filters = Filters(*own, *other)
+    told = [at for at in missing if filters.may_lack(at)]
+    for positions, severity, why in (
+        (sorted({*missing} - {*told}), Severity.FAULT, ""),
+        (told, Severity.NOTE, ", as its phases or steps were asked for"),
     ):
-        if missing := sorted(other.keys() - held.keys()):
-            # A capture that was told to leave steps out is no fault of the run.
-            filtered = bool(spec.phases or spec.steps)
-            severity = Severity.NOTE if filtered else Severity.FAULT
-            detail = f"the {name} has no rows of positions {ranges(missing)}" + (
-                ", as its phases or steps were asked for" if filtered else ""
-            )
-            findings.append(Finding(Level.INPUT, "missing positions", pair.test.request, detail, severity))
-    return findings
+        if positions:
+            detail = f"the {name} has no rows of positions {ranges(positions)}{why}"
+            yield Finding(Level.INPUT, "missing positions", request, detail, severity)
 
 
 def _shown(held: Sequence[Trace]) -> str:

@@ -72,6 +72,8 @@ class Score:
     """Of the test, the reference and the baseline."""
     sources: tuple[str, ...]
     figures: dict[str, float]
+    coarsest: torch.dtype
+    """By which its limits go."""
     reasons: list[str] = field(default_factory=list)
     sharper: list[str] = field(default_factory=list)
     """What part of the tensor it is, if not all."""
@@ -133,9 +135,13 @@ def score(
     limits: Limits,
     requests: Sequence[str],
 ) -> Score:
-    """Judge one tensor by itself; ``requests`` are the names of the pairs."""
+    """Judge one tensor by itself, by the limits of the ``coarsest`` dtype that it or its run has; ``requests`` are the
+    names of the pairs.
+    """
     allowed = limits.of(coarsest)
-    found = Score(name, tally, allowed, dtypes, sources, _figures(tally, len(dtypes) == 3, coarsest))
+    found = Score(
+        name, tally, allowed, dtypes, sources, _figures(tally, len(dtypes) == 3, coarsest), coarsest
+    )
     if tally.not_finite:
         found.reasons.append(_not_finite(tally, requests))
     if len(dtypes) == 3:
@@ -267,7 +273,10 @@ def _judge_rows(found: Score, allowed: TwoWay, requests: Sequence[str]) -> None:
     pairs, positions, error, reference, _ = found.tally.by_row()
     if not len(pairs):
         return
-    size = torch.maximum(reference, reference.mean())
+    # The mean would be that of the few rows of tokens that all others attend to: a hundred times longer than any other,
+    # they would let each be anything. A row of zeros is held against the others.
+    known = reference[reference > 0]
+    size = torch.maximum(reference, known.median()) if len(known) else reference
     far = torch.where(
         size > 0, (error / size.clamp_min(1e-300)).sqrt(), torch.where(error > 0, math.inf, 0.0)
     )

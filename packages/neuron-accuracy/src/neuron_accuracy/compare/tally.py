@@ -18,6 +18,7 @@ from neuron_accuracy.compare.metrics import (
     ratio,
     ulp_distance,
     ulp_histogram,
+    without_masks,
 )
 
 __all__ = ["Channels", "Extreme", "Tally"]
@@ -121,7 +122,9 @@ class Tally:
         wide = [tensor.double() for tensor in (test, reference, baseline) if tensor is not None]
         (t, r, *rest), bad = finite_or_zero(*wide)
         self._note_bad(bad, wide, pairs, positions)
-        error = t - r
+        if self.dtype is not None:
+            t, r, *rest = without_masks([t, r, *rest], self.dtype)
+        error = _difference(t, r, test, reference)
         squares = error.square()
         begin, self.rows = self.rows, self.rows + t.shape[0]
         self.dot += float((t * r).sum())
@@ -136,8 +139,9 @@ class Tally:
         if self.dtype is not None:
             self.ulps += ulp_histogram(ulp_distance(t, r, self.dtype))
         own = torch.zeros_like(row_error)
-        if rest:
-            own = self._add_baseline(t - rest[0], r - rest[0], rest[0], pairs)
+        if rest and baseline is not None:
+            apart = _difference(t, rest[0], test, baseline), _difference(r, rest[0], reference, baseline)
+            own = self._add_baseline(*apart, rest[0], pairs)
         else:
             self.histograms += torch.stack([log_histogram(t), log_histogram(r)])
         self._room(self.rows)[begin : self.rows] = torch.stack(
@@ -262,3 +266,12 @@ class Tally:
             item.reference_max = max(item.reference_max, float(reference[here].abs().max()))
             item.largest = max(item.largest, float(baseline[here].abs().max()))
         return own
+
+
+def _difference(first: Tensor, second: Tensor, narrow: Tensor, other: Tensor) -> Tensor:
+    """``first - second``; of integers at least one where they differ, whatever float64 makes of large ones."""
+    difference = first - second
+    if narrow.is_floating_point() or other.is_floating_point():
+        return difference
+    unlike = narrow.long() != other.long()
+    return torch.where(unlike & (difference == 0), 1.0, difference)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neuron_accuracy.capture.reader import Capture, Stored
 from neuron_accuracy.capture.records import StepRecord
-from neuron_accuracy.compare.whole import assemble, differing_replicas, slice_bounds
+from neuron_accuracy.compare.whole import assemble, differing_replicas, differs, slice_bounds
 from neuron_accuracy.errors import CaptureError, LayoutError
 from neuron_accuracy.layout import Rows, Sharding, TensorLayout
 
@@ -33,6 +33,8 @@ class View:
     module: str
     tensor: str
     layout: TensorLayout
+    dtype: torch.dtype
+    """What its ranks hold it in: a sum of what they hold is wider."""
     part: str | None = None
     """The slice."""
 
@@ -54,19 +56,21 @@ class View:
 
 def views_of(capture: Capture) -> dict[str, View]:
     """All tensors of a capture by the name they are compared under, in the order they were computed. A fused tensor is
-    there whole and by its slices. Raises ``CaptureError`` if two have one name.
+    there whole and by its slices. Raises ``CaptureError`` if two have one name, ``LayoutError`` if the rows of one are
+    declared to be others in another phase.
     """
     views: dict[str, View] = {}
-    names, layouts = capture.run.names, capture.run.layouts
+    names = capture.run.names
     for module in capture.modules():
         dp, step = capture.first_step(module)
         rank = capture.ranks(module, step, dp)[0]
-        for tensor in sorted(capture.tensors(module, step, rank, dp), key=_inputs_first):
+        held = capture.tensors(module, step, rank, dp)
+        for tensor in sorted(held, key=_inputs_first):
             own = f"{module}:{tensor}"
-            layout = layouts.get(own, TensorLayout())
+            layout = _declared(capture, module, tensor, step.phase)
             for part in (None, *(item.name for item in layout.slices)):
                 source = own if part is None else f"{own}:{part}"
-                view = View(names.get(source, source), module, tensor, layout, part)
+                view = View(names.get(source, source), module, tensor, layout, held[tensor].dtype, part)
                 if view.name in views:
                     raise CaptureError(
                         f"{capture.folder}: {views[view.name].source} and {source} are both called {view.name}; "
@@ -77,7 +81,9 @@ def views_of(capture: Capture) -> dict[str, View]:
 
 
 class ViewReader:
-    """Reads rows of one view's whole tensor, from whatever the ranks hold."""
+    """Reads rows of one view's whole tensor, from whatever the ranks hold. A complex number is two features, its real
+    part and its imaginary one.
+    """
 
     def __init__(self, capture: Capture, view: View) -> None:
         self.capture = capture
@@ -110,7 +116,7 @@ class ViewReader:
         return shape
 
     def rows(self, dp: int, step: StepRecord, begin: int, end: int) -> Tensor:
-        """Rows ``begin`` to ``end`` of the whole, ``[rows, features]``, in their dtype."""
+        """Rows ``begin`` to ``end`` of the whole, ``[rows, features]``, in their dtype, or in that of their parts."""
         if self._is_small(dp, step):
             return self._features(self._small(dp, step)[1][begin:end])
         layout = self._layout(step)
@@ -127,7 +133,7 @@ class ViewReader:
         parts = [
             self.capture.load(self.view.module, self.view.tensor, step, rank, dp=dp) for rank, _ in stored
         ]
-        return self._named(lambda: assemble(parts, self._layout(step))).reshape(1, -1)
+        return _real(self._named(lambda: assemble(parts, self._layout(step)))).reshape(1, -1)
 
     def check(self, dp: int, step: StepRecord, chunk: int) -> list[str]:
         """Check the digests of a step's parts once, and that replicas agree; says which do not."""
@@ -228,7 +234,7 @@ class ViewReader:
         if self.view.part is not None:
             begin, end = slice_bounds(self.view.layout.slices)[self.view.part]
             whole = whole[..., begin:end]
-        return whole.reshape(whole.shape[0], -1)
+        return _real(whole).reshape(whole.shape[0], -1)
 
     def _named(self, make: Callable[[], T]) -> T:
         try:
@@ -241,11 +247,33 @@ def _differ(
     step: StepRecord, stored: list[tuple[int, Stored]], found: tuple[int, int, Tensor, Tensor], begin: int
 ) -> str:
     rank, first, part, reference = found
-    rows = (part.float() != reference.float()).reshape(part.shape[0], -1).any(1).nonzero()
+    rows = differs(part, reference).reshape(part.shape[0] if part.dim() else 1, -1).any(1).nonzero()
     return (
         f"in step {step.number} ranks {stored[first][0]} and {stored[rank][0]} should hold the same of it, but differ "
         f"from row {begin + int(rows[0])} on"
     )
+
+
+def _declared(capture: Capture, module: str, tensor: str, phase: str) -> TensorLayout:
+    """What is declared for all phases, else for this one; another phase may split it over ranks in another way."""
+    own, run = f"{module}:{tensor}", capture.run
+    layout = run.layouts[own] if own in run.layouts else run.layout(module, tensor, phase)
+    if any(name.startswith(f"{own}@") for name in run.layouts):
+        steps = [(dp, step) for dp in capture.replicas for step in capture.steps(dp)]
+        phases = sorted({step.phase for dp, step in steps if module in capture.modules_of(step, dp)})
+        rows = {name: run.layout(module, tensor, name).rows for name in phases}
+        if len(set(rows.values())) > 1:
+            said = ", ".join(f"{kind} in {name}" for name, kind in rows.items())
+            raise LayoutError(
+                f"{capture.folder}: the rows of {own} are declared to be {said}; declare a layout with the same rows "
+                f"for each phase, or one as {own} for all"
+            )
+        return replace(layout, rows=rows[phase])
+    return layout
+
+
+def _real(whole: Tensor) -> Tensor:
+    return torch.view_as_real(whole) if whole.dtype.is_complex else whole
 
 
 def _inputs_first(tensor: str) -> tuple[bool, str]:

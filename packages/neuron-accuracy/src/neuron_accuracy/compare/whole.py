@@ -11,7 +11,7 @@ from torch import Tensor
 from neuron_accuracy.errors import LayoutError
 from neuron_accuracy.layout import Sharding, Slice, TensorLayout
 
-__all__ = ["assemble", "differing_replicas", "piece_sizes", "slice_bounds"]
+__all__ = ["assemble", "differing_replicas", "differs", "piece_sizes", "slice_bounds"]
 
 
 def assemble(parts: Sequence[Tensor], layout: TensorLayout) -> Tensor:
@@ -47,6 +47,16 @@ def differing_replicas(
         first, reference = held[0]
         found += [(rank, first, part, reference) for rank, part in held[1:] if not _same(part, reference)]
     return found
+
+
+def differs(first: Tensor, second: Tensor) -> Tensor:
+    """Where two tensors of one shape and dtype differ, bool ``[…]``; NaN equals NaN."""
+    if first.dtype.is_complex:
+        return differs(torch.view_as_real(first), torch.view_as_real(second)).any(-1)
+    if not first.is_floating_point():
+        return first.long() != second.long()
+    wide, other = first.double(), second.double()
+    return (wide != other) & ~(wide.isnan() & other.isnan())
 
 
 def piece_sizes(slices: Sequence[Slice], ranks: int) -> list[int]:
@@ -176,9 +186,4 @@ def _check_heads(whole: Tensor, layout: TensorLayout) -> Tensor:
 
 
 def _same(part: Tensor, reference: Tensor) -> bool:
-    if torch.equal(part, reference):
-        return True
-    if not part.is_floating_point():
-        return False
-    wide, other = part.float(), reference.float()
-    return bool(((wide == other) | (wide.isnan() & other.isnan())).all())
+    return torch.equal(part, reference) or not bool(differs(part, reference).any())
