@@ -8,8 +8,10 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.logits.golden import GoldenCache, GoldenKey
@@ -141,4 +143,53 @@ def test_what_cannot_be_kept_is_an_error(subject, tmp_path):
         GoldenCache("nosuchprotocol://x")
     (tmp_path / "file").write_text("")
     with pytest.raises(AccuracyError, match="can be written"):
-        GoldenCache(str(tmp_path / "file")).get(key_of(subject), made_by(subject))
+        GoldenCache(str(tmp_path / "file")).get(key_of(subject), forbidden)
+
+
+class Refusing(MemoryFileSystem):
+    """A store whose library has exceptions of its own, as botocore, aiohttp and requests do."""
+
+    protocol = "refusing"
+    at = "exists"
+
+    class Refused(Exception):
+        pass
+
+    def exists(self, path, **kwargs):
+        return self.refuse("exists") or super().exists(path, **kwargs)
+
+    def pipe_file(self, path, value, **kwargs):
+        self.refuse("pipe_file")
+        super().pipe_file(path, value, **kwargs)
+
+    def mv(self, path1, path2, **kwargs):
+        self.refuse("mv")
+        super().mv(path1, path2, **kwargs)
+
+    def refuse(self, at):
+        if self.at == at:
+            raise self.Refused("no credentials")
+
+
+@pytest.mark.parametrize("at", ["exists", "pipe_file", "mv"])
+def test_a_store_that_refuses_is_an_error_before_anything_is_made(subject, monkeypatch, at):
+    fsspec.register_implementation("refusing", Refusing, clobber=True)
+    monkeypatch.setattr(Refusing, "at", at)
+    make = made_by(subject) if at == "mv" else forbidden
+    with pytest.raises(AccuracyError, match="refusing://x: no credentials; a directory"):
+        GoldenCache("refusing://x").get(key_of(subject), make)
+
+
+@pytest.mark.parametrize("url", ["", "zip:///tmp", "data:x"])
+def test_an_address_that_cannot_be_written_is_an_error(subject, url):
+    with pytest.raises(AccuracyError, match=r"golden cache.* works"):
+        GoldenCache(url).get(key_of(subject), forbidden)
+
+
+def test_what_making_raises_is_not_the_caches_error(subject, tmp_path):
+    def broken():
+        raise ValueError("the reference is broken")
+
+    with pytest.raises(ValueError, match="the reference is broken"):
+        GoldenCache(str(tmp_path)).get(key_of(subject), broken)
+    assert not list(tmp_path.iterdir())

@@ -20,6 +20,8 @@ from neuron_accuracy.cli.main import cli
 from neuron_accuracy.errors import AccuracyError, CaptureError, LayoutError
 from neuron_accuracy.findings import Level, Outcome, read_outcome
 from neuron_accuracy.kv.compare import compare_caches
+from neuron_accuracy.kv.limits import RELATIVE_L2
+from neuron_accuracy.kv.requests import caches_of
 from neuron_accuracy.subjects.info import SubjectInfo
 
 LAYERS, HEADS, DIM, LENGTH, BLOCK = 4, 4, 16, 64, 16
@@ -316,7 +318,11 @@ def test_nan_in_a_block_that_was_given_back_is_no_finding(tmp_path):
     test = changed(reference, freed=(True, False, False, False))
     test.caches["request-0"][:, :, :, :16] = torch.nan
     outcome = compare(tmp_path, test, reference)
-    assert not outcome.findings
+    (note,) = outcome.findings
+    assert outcome.passed and note.kind == "given back on one side"
+    assert "16 of 64 positions (0-15) are not compared" in note.detail
+    reference = changed(reference, freed=(True, False, False, False))
+    assert not compare(tmp_path / "both", test, reference).findings
     heat = outcome.data["prompts"][0]["heat_maps"][0]
     assert all(row[0] != row[0] and row[1] == 0 for row in heat["values"])
 
@@ -338,6 +344,79 @@ def test_replicas_that_disagree_are_a_finding(tmp_path):
         "ranks 0 and 1 of the test should hold the same and do not, from position 7 on"
         in outcome.findings[0].detail
     )
+
+
+@pytest.mark.parametrize("which, part", [(0, "keys"), (1, "values")])
+def test_replicas_with_another_scale_are_a_finding(tmp_path, which, part):
+    """Only the first replica is read: what the other would read with its scale nobody else compares."""
+    reference = changed(random_caches(), dtype=torch.float8_e4m3fn, scale=0.03)
+    test = changed(reference, ranks=2, replicas=2)
+    pages = test.pages
+
+    def off(cache, rank):
+        stored, scales = pages(cache, rank)
+        return stored, [tuple(s * (1 + (rank and i == which)) for i, s in enumerate(both)) for both in scales]
+
+    test.pages = off
+    outcome = compare_caches(test.write(tmp_path / "test"), reference.write(tmp_path / "reference"))
+    (finding,) = outcome.findings
+    assert (finding.kind, finding.where) == ("ranks disagree", f"{part} of all layers")
+    assert f"ranks 0 and 1 of the test should have the same scales of {part}" in finding.detail
+
+
+def test_a_scale_without_its_other_half_is_refused(tmp_path, monkeypatch):
+    """Read as if there were none, numbers would be compared that nobody computes with."""
+    (cache,) = caches_of(changed(random_caches(), dtype=torch.float8_e4m3fn, scale=0.03).write(tmp_path))
+    read = Capture.load_pages
+
+    def half(self, *args, **kwargs):
+        return {name: held for name, held in read(self, *args, **kwargs).items() if name != "v_scale"}
+
+    monkeypatch.setattr(Capture, "load_pages", half)
+    with pytest.raises(LayoutError, match=r"only ranks \[0\] have k_scale; .* work"):
+        cache.layer(2)
+
+
+def test_a_cache_of_which_nothing_is_left_is_no_pass(tmp_path):
+    reference = random_caches(requests=2)
+    garbage = replace(random_caches(seed=1, requests=2), tokens=reference.tokens, freed=(True,) * 4)
+    outcome = compare(tmp_path, garbage, reference)
+    assert [(f.level, f.kind) for f in outcome.faults] == [(Level.INPUT, "nothing compared")] * 2
+    assert outcome.faults[0].where == "request request-0, held against request-0"
+
+
+@pytest.mark.parametrize(
+    "length, gone, fault", [(32, 2, "nothing compared"), (32, 1, "missing positions"), (48, 2, None)]
+)
+def test_a_window_that_slid_past_a_shorter_reference_is_no_pass(tmp_path, length, gone, fault):
+    """Of 64 positions the test holds the last blocks only, and those that the reference lacks may be more."""
+    test = changed(random_caches(), freed=(True,) * gone + (False,) * (4 - gone))
+    shorter = {"request-0": test.caches["request-0"][:, :, :, :length]}
+    tokens = {"request-0": test.tokens["request-0"][:length]}
+    outcome = compare(tmp_path, test, replace(random_caches(), caches=shorter, tokens=tokens))
+    assert {finding.kind for finding in outcome.faults} >= {fault} - {None}
+    assert outcome.passed is (fault is None), outcome.findings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_does_not_hide_an_overwritten_block(tmp_path, dtype):
+    """The first token's keys are hundreds of times larger, as those of an attention sink."""
+    reference = changed(random_caches(), dtype=dtype)
+    for cache in reference.caches.values():
+        cache[:, 0, :, 0] *= 300
+    size = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    test = noisy(reference, 1, size)
+    assert not compare(tmp_path / "clean", test, reference).findings
+    test.caches["request-0"][:, :, :, 16:32] = torch.randn(LAYERS, 2, HEADS, 16, DIM)
+    test.caches["request-0"][:, 1, :, 16:32] = reference.caches["request-0"][:, 1, :, 16:32]
+    (finding,) = compare(tmp_path / "overwritten", test, reference).findings
+    assert (finding.kind, finding.where) == ("overwritten", "request request-0, positions 16-31, all layers")
+
+
+def test_a_cache_in_float64_has_the_limits_of_float32(tmp_path):
+    written = changed(random_caches(), dtype=torch.float64)
+    outcome = compare(tmp_path, written, written)
+    assert outcome.passed and outcome.data["limits"]["relative_l2_of_a_head"] == RELATIVE_L2["float32"]
 
 
 def test_requests_are_paired_by_tokens_not_by_name(tmp_path):

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from neuron_accuracy.capture.records import CacheRecord
 from neuron_accuracy.errors import LayoutError
 from neuron_accuracy.kv.causes import ranges
-from neuron_accuracy.kv.contiguous import block_of, contiguous, disagreeing, freed_positions
+from neuron_accuracy.kv.contiguous import (
+    block_of,
+    contiguous,
+    disagreeing,
+    disagreeing_scales,
+    freed_positions,
+)
 from neuron_accuracy.kv.figures import measure
 from neuron_accuracy.kv.requests import common_prefix
 
@@ -112,6 +118,15 @@ def test_replicas_may_differ_in_blocks_that_were_given_back():
     assert disagreeing(record, list(pages)) == [(1, 0, 3)]
 
 
+def test_scales_are_compared_between_ranks_that_hold_the_same_positions():
+    record = CacheRecord("r", (1,) * 8, 0, 2, (0, 1), (False,) * 2, 1, 2, 2, replicas=4, dcp=2)
+    one, two = torch.ones(1), torch.tensor([2.0])
+    # Ranks 0 and 2, 1 and 3 hold the same; 4 to 7 another head.
+    scales = [(one, one), (two, one), (one, one), (two, one), (one, two), (one, two), (two, two), (one, one)]
+    assert disagreeing_scales(record, scales) == [(6, 4, "keys"), (7, 5, "values")]
+    assert disagreeing_scales(record, [(one, one)] * 8) == []
+
+
 def test_scales_multiply_keys_and_values_of_each_head():
     record = CacheRecord("r", (1, 2), 0, 2, (0,), (False,), 1, 2, 2)
     pages = torch.arange(16.0).reshape(1, 2, 2, 4)
@@ -177,8 +192,8 @@ def test_the_figures_are_those_numpy_computes():
         edges = np.linspace(min(t.min(), r.min()), max(t.max(), r.max()), 65)
         p, q = (np.histogram(x, edges)[0] / x.size for x in (flat_t, flat_r))
         assert float(metrics["bhattacharyya"][head]) == pytest.approx(np.sqrt(p * q).sum(), rel=1e-3)
-        mean = np.sqrt((r**2).sum(axis=1).mean())
-        expected = norm(t - r, axis=1) / np.maximum(norm(r, axis=1), mean)
+        median = np.sort(norm(r, axis=1))[9]
+        expected = norm(t - r, axis=1) / np.maximum(norm(r, axis=1), median)
         np.testing.assert_allclose(figures.by_position[head], expected)
 
 

@@ -23,6 +23,7 @@ from neuron_accuracy.logits.pairs import pair
 from neuron_accuracy.logits.prompts import default_prompts, encode_prompts, read_prompts
 from neuron_accuracy.logits.validate import validate_logits
 from neuron_accuracy.subjects.open import open_subject
+from neuron_accuracy.subjects.protocol import Scores
 from neuron_accuracy.subjects.scores import scores_of
 from neuron_accuracy.subjects.transformers import TransformersSubject
 from neuron_core.errors import ConfigError
@@ -135,6 +136,75 @@ def test_what_a_server_does_not_list_is_no_difference():
     # The reference lists six: the seventh is at most the sixth's, and the test says it is the first.
     assert float(shown.difference[1].max()) > 1.0
     assert float(shown.difference[0].abs().max()) < 1e-6
+
+
+MASKS = [torch.finfo(torch.float32).min, -1e9, -65504.0, -1e4]
+
+
+def beyond(reference, test):
+    return bool(measure(pair(reference, test), HALF).beyond.any())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_masked_column_is_no_scale(mask):
+    torch.manual_seed(2)
+    tokens = [0, 1, 2]
+    ours, theirs = torch.randn(3, 64) * 3 - 20, torch.randn(3, 64) * 3 - 20
+    ours[:, 63] = theirs[:, 63] = mask
+    reference = scores_of(ours, tokens, 0, 0)
+    assert beyond(reference, scores_of(theirs, tokens, 0, 0))
+    assert float(pair(reference, reference).scale.max()) < 50
+    # Masked alike to another number, as by the lowest of another dtype: neither is ever drawn.
+    other = ours.clone()
+    other[:, 63] = torch.tensor(mask).bfloat16().float() / 2
+    assert not beyond(reference, scores_of(other, tokens, 0, 0))
+    listed = scores_of(other, tokens, 0, 64)
+    assert not beyond(reference, listed) and not beyond(listed, reference)
+    for one_sided in (ours, other):
+        shown = one_sided.clone()
+        shown[1, 63] = -20.0
+        assert beyond(reference, scores_of(shown, tokens, 0, 0))
+        assert beyond(scores_of(shown, tokens, 0, 0), reference)
+
+
+@pytest.mark.parametrize("offset, mask", [(1e5, 0.0), (0.0, -1e9)])
+def test_the_test_has_no_part_in_the_scale(offset, mask):
+    torch.manual_seed(3)
+    reference = scores_of(torch.randn(3, 64) * 3, [0, 1, 2], 0, 20)
+    rows = torch.randn(3, 64) * 3 + offset
+    rows[:, 63] += mask
+    test = scores_of(rows, [0, 1, 2], 0, 0)
+    assert beyond(reference, test)
+    assert torch.equal(pair(reference, test).scale, reference.top_logprobs.abs().amax(1))
+
+
+def without_ranks(logits, tokens, omitted):
+    """A server's scores that leave out tokens of these ranks and list others for them."""
+    scores = scores_of(logits, tokens, 0, 20 + len(omitted))
+    kept = [rank for rank in range(20 + len(omitted)) if rank not in omitted]
+    return Scores(0, scores.chosen_logprobs, scores.top_ids[:, kept], scores.top_logprobs[:, kept])
+
+
+def test_what_the_other_side_has_and_a_server_omits_is_compared():
+    torch.manual_seed(4)
+    logits, tokens = torch.randn(3, 64) * 3, [0, 1, 2]
+    whole, listed = scores_of(logits, tokens, 0, 0), without_ranks(logits, tokens, ())
+    assert not beyond(whole, listed) and not beyond(listed, whole)
+    omitting = without_ranks(logits, tokens, (1, 2, 3))
+    assert beyond(whole, omitting) and beyond(omitting, whole)
+    # Noise that swaps ranks at the end of the list is no omission.
+    swapped = without_ranks(logits + 0.02 * torch.randn(3, 64), tokens, ())
+    assert not beyond(whole, swapped) and not beyond(swapped, whole)
+
+
+@pytest.mark.parametrize("strange", [64, -1])
+def test_a_token_id_beyond_the_vocabulary_is_an_error(strange):
+    whole = scores_of(torch.randn(1, 64), [0], 0, 0)
+    listed = scores_of(torch.randn(1, 64), [0], 0, 5)
+    listed.top_ids[0, 4] = strange
+    for sides in ((whole, listed), (listed, whole)):
+        with pytest.raises(AccuracyError, match=f"token id {strange} is listed .* has 64 tokens"):
+            pair(*sides)
 
 
 def test_noise_is_that_of_two_normal_distributions():

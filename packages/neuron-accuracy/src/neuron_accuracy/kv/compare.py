@@ -11,7 +11,7 @@ import torch
 from neuron_accuracy.capture.reader import Capture
 from neuron_accuracy.errors import CaptureError
 from neuron_accuracy.findings import Finding, Level, Outcome, Severity
-from neuron_accuracy.kv.causes import Cause, Sight
+from neuron_accuracy.kv.causes import Cause, Sight, ranges
 from neuron_accuracy.kv.contiguous import freed_positions
 from neuron_accuracy.kv.figures import Figures, measure
 from neuron_accuracy.kv.findings import findings_of
@@ -52,11 +52,13 @@ def compare_caches(
     notes = _check_same_tokens(test, reference)
     tests, references = caches_of(test), caches_of(reference)
     pairs, left, unused = pair_up(tests, references, [] if baseline is None else caches_of(baseline))
-    findings = _unpaired(left, unused) + [item for pair in pairs for item in _shortened(pair)]
+    findings = _unpaired(left, unused)
+    findings += [item for pair in pairs for item in (*_shortened(pair), *_given_back(pair))]
     if not pairs:
         return _outcome(test, reference, findings + notes, {})
     comparison = _Comparison(pairs, progress)
     comparison.run()
+    findings += comparison.unseen()
     findings += findings_of(comparison.judges, comparison.num_layers, comparison.num_heads)
     return _outcome(test, reference, findings + notes, comparison.data())
 
@@ -78,6 +80,18 @@ class _Comparison:
             for index in range(len(self.pairs)):
                 self._layer(index, layer)
                 self.progress(layer * len(self.pairs) + index + 1, total)
+
+    def unseen(self) -> list[Finding]:
+        """Requests of which no position of any layer could be compared: they did not pass, nothing looked at them."""
+        found = []
+        for pair, table in zip(self.pairs, self.requests, strict=True):
+            if not table.seen:
+                detail = (
+                    f"none of {pair.length} positions is held by all sides, in blocks that were not given back, and "
+                    "finite; captures taken before blocks are given back, or of fewer tokens, have some"
+                )
+                found.append(Finding(Level.INPUT, "nothing compared", _where(pair), detail))
+        return found
 
     def _layer(self, index: int, layer: int) -> None:
         pair, judge = self.pairs[index], self.judges[index]
@@ -108,11 +122,8 @@ class _Comparison:
     ) -> Sight | None:
         """What can be compared of a part; what is not finite becomes a cause."""
         pair = judge.pair
-        caches = [pair.test, pair.reference] + ([pair.baseline] if pair.baseline is not None else [])
-        usable = torch.ones(pair.length, dtype=torch.bool)
-        for cache in caches:
-            usable &= ~freed_positions(cache.record)[: pair.length]
-        for cache, side, tensor in zip(caches, ("test", "reference", "baseline"), tensors, strict=False):
+        usable = _held_by_all(pair)
+        for (side, cache), tensor in zip(pair.sides.items(), tensors, strict=False):
             wrong = ~tensor.isfinite().all(dim=-1) & ~freed_positions(cache.record)[: pair.length]
             if wrong.any():
                 judge.causes.append(_not_finite(part, layer, side, wrong))
@@ -203,17 +214,36 @@ def _not_finite(part: str, layer: int, side: str, wrong: torch.Tensor) -> Cause:
 def _disagreeing(pair: Pair, ours: Layer, theirs: Layer, layer: int) -> list[Cause]:
     causes = []
     for side, cache, held in (("test", pair.test, ours), ("reference", pair.reference, theirs)):
+        for rank, other, part in held.other_scales:
+            what = f"ranks {other} and {rank} of the {side} should have the same scales of {part} and do not"
+            causes.append(Cause("ranks disagree", part, _heads_of(cache, rank), what, layer))
         for rank, other, position in held.disagreeing:
-            record, ranks = cache.record, cache.capture.run.ranks
-            local = record.num_heads * record.replicas // ranks
-            group = rank // record.replicas
-            heads = tuple(range(group * local, (group + 1) * local))
+            heads = _heads_of(cache, rank)
             what = (
                 f"ranks {other} and {rank} of the {side} should hold the same and do not, "
                 f"from position {position} on"
             )
             causes += [Cause("ranks disagree", part, heads, what, layer) for part in PARTS]
     return causes
+
+
+def _heads_of(cache: Cache, rank: int) -> tuple[int, ...]:
+    record = cache.record
+    local = record.num_heads * record.replicas // cache.capture.run.ranks
+    group = rank // record.replicas
+    return tuple(range(group * local, (group + 1) * local))
+
+
+def _where(pair: Pair) -> str:
+    return f"request {pair.request}, held against {pair.reference.record.request}"
+
+
+def _held_by_all(pair: Pair) -> torch.Tensor:
+    """Positions whose blocks no side gave back, bool ``[pair.length]``."""
+    held = torch.ones(pair.length, dtype=torch.bool)
+    for cache in pair.sides.values():
+        held &= ~freed_positions(cache.record)[: pair.length]
+    return held
 
 
 def _unpaired(left: Sequence[Cache], unused: Sequence[Cache]) -> list[Finding]:
@@ -228,23 +258,41 @@ def _unpaired(left: Sequence[Cache], unused: Sequence[Cache]) -> list[Finding]:
 
 
 def _shortened(pair: Pair) -> list[Finding]:
-    """What of a pair cannot be compared. That a side ends earlier is a note, unless the greater part is missing."""
-    sides = {"test": pair.test, "reference": pair.reference, "baseline": pair.baseline}
-    tokens = {side: cache.record.token_ids for side, cache in sides.items() if cache is not None}
+    """What of a pair cannot be compared for want of tokens.
+
+    That a side ends earlier is a note, unless more positions are missing for it than are compared. Only positions that
+    are still held count: a window that slid on may leave nothing of what the shorter side has.
+    """
+    tokens = {side: cache.record.token_ids for side, cache in pair.sides.items()}
     longest, n = max(map(len, tokens.values())), pair.length
     if n == longest:
         return []
+    compared = int(_held_by_all(pair).sum())
+    missing = max(int((~freed_positions(cache.record)[n:]).sum()) for cache in pair.sides.values())
     parted = len({ids[n] for ids in tokens.values() if n < len(ids)}) > 1
-    severity = Severity.FAULT if parted or 2 * n < longest else Severity.NOTE
+    severity = Severity.FAULT if parted or compared < missing else Severity.NOTE
     there = ", ".join(f"{side} {ids[n] if n < len(ids) else 'ends'}" for side, ids in tokens.items())
-    detail = f"at position {n}: {there}; only {n} of {longest} positions are compared"
-    where = f"request {pair.request}, held against {pair.reference.record.request}"
-    figures = {"compared": float(n), "positions": float(longest)}
-    return [
-        Finding(
-            Level.INPUT, "tokens part" if parted else "missing positions", where, detail, severity, figures
-        )
-    ]
+    detail = f"at position {n}: {there}; only {compared} of {longest} positions are compared"
+    figures = {"compared": float(compared), "positions": float(longest)}
+    kind = "tokens part" if parted else "missing positions"
+    return [Finding(Level.INPUT, kind, _where(pair), detail, severity, figures)]
+
+
+def _given_back(pair: Pair) -> list[Finding]:
+    """A note on positions that some sides gave back and others hold, as of a window that slides on one side only."""
+    freed = {side: freed_positions(cache.record)[: pair.length] for side, cache in pair.sides.items()}
+    sides = torch.stack([*freed.values()])
+    some = sides.any(dim=0) & ~sides.all(dim=0)
+    if not some.any():
+        return []
+    by = " and ".join(side for side, positions in freed.items() if (positions & some).any())
+    detail = (
+        f"the {by} gave back blocks that another side holds: {int(some.sum())} of {pair.length} positions "
+        f"({ranges(some.nonzero().flatten().tolist())}) are not compared"
+    )
+    figures = {"given_back": float(some.sum()), "positions": float(pair.length)}
+    kind = "given back on one side"
+    return [Finding(Level.INPUT, kind, _where(pair), detail, Severity.NOTE, figures)]
 
 
 def _check_same_tokens(test: Capture, reference: Capture) -> list[Finding]:

@@ -10,7 +10,7 @@ import torch
 from neuron_accuracy.capture.records import CacheRecord
 from neuron_accuracy.errors import LayoutError
 
-__all__ = ["Scales", "block_of", "contiguous", "disagreeing", "freed_positions"]
+__all__ = ["Scales", "block_of", "contiguous", "disagreeing", "disagreeing_scales", "freed_positions"]
 
 Scales = tuple[torch.Tensor, torch.Tensor]
 """``k_scale`` and ``v_scale`` of a rank, float32 ``[local heads]``: stored number times scale is the key or value."""
@@ -66,7 +66,7 @@ def disagreeing(record: CacheRecord, pages_by_rank: Sequence[torch.Tensor]) -> l
     _check(record, pages_by_rank, None)
     found = []
     for rank, pages in enumerate(pages_by_rank):
-        first = rank // record.replicas * record.replicas + rank % record.dcp
+        first = _first_like(record, rank)
         if rank == first:
             continue
         same = (_bits(pages) == _bits(pages_by_rank[first])).all(dim=-1).all(dim=1).flatten()
@@ -76,6 +76,22 @@ def disagreeing(record: CacheRecord, pages_by_rank: Sequence[torch.Tensor]) -> l
         if (wrong := positions[~same & inside]).numel():
             found.append((rank, first, int(wrong[0])))
     return found
+
+
+def disagreeing_scales(record: CacheRecord, scales_by_rank: Sequence[Scales]) -> list[tuple[int, int, str]]:
+    """``(rank, other rank, part)`` of ranks as in :func:`disagreeing` whose scales of ``keys`` or ``values`` differ."""
+    found = []
+    for rank, scales in enumerate(scales_by_rank):
+        first = _first_like(record, rank)
+        for part, ours, theirs in zip(("keys", "values"), scales, scales_by_rank[first], strict=True):
+            if ours.dtype != theirs.dtype or not torch.equal(_bits(ours), _bits(theirs)):
+                found.append((rank, first, part))
+    return found
+
+
+def _first_like(record: CacheRecord, rank: int) -> int:
+    """The first rank that holds the same heads and positions."""
+    return rank // record.replicas * record.replicas + rank % record.dcp
 
 
 def _rows(pages: torch.Tensor, scales: Scales | None) -> torch.Tensor:

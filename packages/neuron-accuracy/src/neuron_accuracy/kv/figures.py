@@ -66,8 +66,9 @@ class Figures:
 
     sums: Sums
     by_position: torch.Tensor
-    """Relative L2 error of each position, relative to the larger of its norm and the head's root mean square norm,
-    float64 ``[heads, P]``."""
+    """L2 error of each position, relative to the larger of the reference's norm there and the median of its norms over
+    the head's positions, float64 ``[heads, P]``. The median, because keys of an attention sink, often the first token,
+    are hundreds of times larger than the others: a mean that one row makes would hide errors of all others."""
 
     @property
     def relative_l2(self) -> torch.Tensor:
@@ -79,7 +80,7 @@ def measure(test: torch.Tensor, reference: torch.Tensor) -> Figures:
     """Compare float32 ``[heads, P, D]``; every number is finite and P at least 1."""
     squares = (test - reference).double().square().sum(dim=-1)
     norms = reference.double().square().sum(dim=-1)
-    floor = torch.maximum(norms, norms.mean(dim=1, keepdim=True))
+    floor = torch.maximum(norms, norms.median(dim=1, keepdim=True).values)
     by_position = _ratio(squares.sqrt(), floor.sqrt(), squares == 0, 0.0, torch.inf)
     return Figures(sums(test, reference), by_position)
 

@@ -11,7 +11,7 @@ import torch
 from neuron_accuracy.capture.reader import Capture
 from neuron_accuracy.capture.records import CacheRecord
 from neuron_accuracy.errors import AccuracyError, CaptureError, LayoutError
-from neuron_accuracy.kv.contiguous import Scales, contiguous, disagreeing
+from neuron_accuracy.kv.contiguous import Scales, contiguous, disagreeing, disagreeing_scales
 
 __all__ = ["Cache", "Layer", "Pair", "caches_of", "common_prefix", "pair_up"]
 
@@ -27,6 +27,8 @@ class Layer:
     """As it was stored."""
     disagreeing: list[tuple[int, int, int]]
     """Ranks that should hold the same and do not, as :func:`disagreeing` says."""
+    other_scales: list[tuple[int, int, str]]
+    """The same of the scales of an 8-bit cache, as :func:`disagreeing_scales` says."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +51,20 @@ class Cache:
                 f"{[*there]} of {ranks}; a cache is whole with all of them"
             )
         held = [self.capture.load_pages(request, index, rank, dp=self.dp) for rank in there]
-        scaled = {rank for rank, tensors in enumerate(held) if "k_scale" in tensors and "v_scale" in tensors}
-        if scaled and len(scaled) < ranks:
-            raise LayoutError(f"request {request!r}, layer {index}: only ranks {sorted(scaled)} have scales")
+        names = {"k_scale", "v_scale"} & {name for tensors in held for name in tensors}
+        for name in sorted(names):
+            scaled = [rank for rank, tensors in enumerate(held) if name in tensors]
+            if len(scaled) < ranks or len(names) < 2:
+                raise LayoutError(
+                    f"request {request!r}, layer {index}: only ranks {scaled} have {name}; "
+                    "k_scale and v_scale of all ranks, or none, work"
+                )
         pages = [tensors["pages"] for tensors in held]
-        scales: list[Scales] | None = (
-            [(item["k_scale"], item["v_scale"]) for item in held] if scaled else None
-        )
+        scales: list[Scales] | None = [(item["k_scale"], item["v_scale"]) for item in held] if names else None
         keys, values = contiguous(self.record, pages, scales)
         dtype = str(pages[0].dtype).removeprefix("torch.")
-        return Layer(keys, values, dtype, disagreeing(self.record, pages))
+        other_scales = [] if scales is None else disagreeing_scales(self.record, scales)
+        return Layer(keys, values, dtype, disagreeing(self.record, pages), other_scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +80,12 @@ class Pair:
     def request(self) -> str:
         """The id of the request under test."""
         return self.test.record.request
+
+    @property
+    def sides(self) -> dict[str, Cache]:
+        """Its caches by role."""
+        named = {"test": self.test, "reference": self.reference, "baseline": self.baseline}
+        return {side: cache for side, cache in named.items() if cache is not None}
 
 
 def caches_of(capture: Capture) -> list[Cache]:

@@ -51,6 +51,11 @@ class RequestTable:
             part: torch.full((self.num_layers, bins), torch.nan, dtype=torch.float64) for part in PARTS
         }
 
+    @property
+    def seen(self) -> bool:
+        """Whether anything was compared."""
+        return any(error == error for errors in self.worst.values() for error in errors)
+
     def add(self, part: Part, layer: int, sight: Sight | None) -> None:
         """Take in one part of one layer; None when no position could be compared."""
         self.worst[part].append(float(sight.figures.relative_l2.max()) if sight else float("nan"))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -75,28 +76,45 @@ class GoldenCache:
     misses: int = 0
 
     def __post_init__(self) -> None:
-        try:
+        if not self.url:
+            raise AccuracyError("golden cache: no URL is given; a directory such as ./goldens works")
+        with self._store():
             self._files, self._root = fsspec.core.url_to_fs(self.url)
-        except (ValueError, ImportError) as error:
-            raise AccuracyError(f"golden cache {self.url}: {error}; a directory works") from error
 
     def get(self, key: GoldenKey, make: Callable[[], list[Generation]]) -> list[Generation]:
         """The entry of a key, made and stored if there is none or it is damaged; raises ``AccuracyError``."""
         described = key.to_json()
         name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-        try:
+        with self._store():
             found = self._read(name, described)
-            if found is not None:
-                self.hits += 1
-                return found
-            self.misses += 1
-            made = make()
+        if found is not None:
+            self.hits += 1
+            return found
+        self.misses += 1
+        with self._store():
+            self._try_to_write()
+        made = make()
+        with self._store():
             self._write(name, described, made)
-        except OSError as error:
-            raise AccuracyError(
-                f"golden cache {self.url}: {error}; a directory that can be written works"
-            ) from error
         return made
+
+    @contextmanager
+    def _store(self) -> Iterator[None]:
+        """What the file system's library raises, of whatever class (botocore's, aiohttp's, requests'), as our error."""
+        try:
+            yield
+        except Exception as error:
+            said = str(error) or type(error).__name__
+            raise AccuracyError(
+                f"golden cache {self.url}: {said}; a directory works if it can be written"
+            ) from error
+
+    def _try_to_write(self) -> None:
+        """Before anything is made, which may take hours."""
+        self._files.makedirs(self._root, exist_ok=True)
+        staged = f"{self._root}/.{uuid.uuid4().hex}"
+        self._files.pipe_file(staged, b"")
+        self._files.rm_file(staged)
 
     def _read(self, name: str, described: dict[str, Any]) -> list[Generation] | None:
         about, tensors = f"{self._root}/{name}.json", f"{self._root}/{name}.safetensors"
@@ -117,7 +135,6 @@ class GoldenCache:
     def _write(self, name: str, described: dict[str, Any], made: Sequence[Generation]) -> None:
         data = save(_packed(made))
         about = {"key": described, "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
-        self._files.makedirs(self._root, exist_ok=True)
         self._put(f"{name}.safetensors", data)
         self._put(f"{name}.json", json.dumps(about).encode())
 

@@ -18,9 +18,9 @@ ALL = 0
 class Limits:
     """For the k likeliest tokens of a row each, the greatest |test − reference| allowed: ``atol + relative · scale``.
 
-    ``scale`` is the greatest magnitude in the row (``pairs.Pairs.scale``): the error is relative to the row, not to
-    the single logit, which may be zero. The less likely a token, the less its logit matters, so limits grow with k. If
-    there are fewer than k tokens, a limit holds for those there are.
+    ``scale`` is the greatest magnitude in the reference's row, masked columns left out (``pairs.Pairs.scale``): the
+    error is relative to the row, not to the single logit, which may be zero. The less likely a token, the less its
+    logit matters, so limits grow with k. If there are fewer than k tokens, a limit holds for those there are.
     """
 
     relative: Mapping[int, float]

@@ -11,17 +11,15 @@ from typing import Any
 from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Finding, Level, Outcome
 from neuron_accuracy.logits.same import label
-from neuron_accuracy.sampling.draws import check_frequencies, flattest
-from neuron_accuracy.sampling.standing import allowed_mass, inside, standing_of
-from neuron_accuracy.subjects.protocol import Generation, Sampling, Subject
+from neuron_accuracy.sampling.draws import LEAST_DRAWS, check_frequencies, flattest
+from neuron_accuracy.sampling.standing import MASS_TOLERANCE, allowed_mass, inside, standing_of
+from neuron_accuracy.subjects.protocol import Generation, Sampling, Scores, Subject
 from neuron_accuracy.subjects.scores import likeliest
 
 __all__ = ["FALSE_ALARM", "check_sampling"]
 
 FALSE_ALARM = 1e-6
 """How often a right sampler may be called wrong, and a wrong one right, at most."""
-MASS_TOLERANCE = 1e-3
-"""How exactly masses are known from scores that were rounded on their way."""
 _MOST_ROUNDS = 16
 
 
@@ -47,10 +45,15 @@ def check_sampling(
     (``frequencies.false_alarm_bound``).
 
     Findings name the parameter: ``top_p ignored``, ``temperature ignored``, …. ``top`` is for subjects that list the
-    likeliest only. Raises ``AccuracyError`` if the prompts leave no choice that could show anything.
+    likeliest only. Raises ``AccuracyError`` if the prompts leave no choice that could show anything, if there are fewer
+    than ``draws.LEAST_DRAWS`` draws, or if scores are NaN, as those of a server that gives none when it draws.
     """
     if not prompts:
         raise AccuracyError("no prompts; one works")
+    if num_tokens < 1:
+        raise AccuracyError(f"num_tokens={num_tokens}: must be at least 1; 16 works")
+    if draws < LEAST_DRAWS:
+        raise AccuracyError(f"draws={draws}: must be at least {LEAST_DRAWS}; 300 works")
     abilities = subject.info().abilities
     run = _Run(subject, prompts, num_tokens, 0 if "logits" in abilities else top, seed)
     greedy = run.generate(Sampling())
@@ -70,10 +73,16 @@ def check_sampling(
     )
     findings += found
     undecided = [row["name"] for row in limits if row["missed"] > FALSE_ALARM and not row["outside"]]
+    certain = [row["name"] for row in counted if row["undecided"]]
     if undecided and not findings:
         raise AccuracyError(
             f"{', '.join(undecided)}: after {_MOST_ROUNDS} rounds a sampler that ignores it would still not have been "
             "seen; give prompts that leave more than one likely token"
+        )
+    if certain and not findings:
+        raise AccuracyError(
+            f"frequencies under {', '.join(certain)}: one outcome is all that {draws} first tokens can be expected to "
+            "have, so that no sampler would be seen; prompts after which several tokens are likely work, or more draws"
         )
     data = {"num_tokens": num_tokens, "prompts": len(prompts), "limits": limits, "frequencies": counted}
     return Outcome("sampling", "Sampling", label(subject.info()), "its own scores", findings, data)
@@ -98,7 +107,10 @@ class _Run:
                 Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, first + index)
                 for index in range(len(self.prompts))
             ]
-        return self.subject.generate(self.prompts, self.num_tokens, how, self.top)
+        made = self.subject.generate(self.prompts, self.num_tokens, how, self.top)
+        for index, item in enumerate(made):
+            _check_numbers(item.scores, f"prompt {index} at temperature {sampling.temperature:g}")
+        return made
 
     def limit(self, name: str, sampling: Sampling) -> dict[str, Any]:
         """Draws under one limit until it is known to be kept or not."""
@@ -125,6 +137,16 @@ class _Run:
             "missed": math.exp(unseen),
             "first": first,
         }
+
+
+def _check_numbers(scores: Scores, where: str) -> None:
+    """Minus infinity is a probability of zero; of the other two nothing can be expected."""
+    values = scores.top_logprobs if scores.logits is None else scores.logits
+    if (values.isnan() | (values == math.inf)).any():
+        raise AccuracyError(
+            f"{where}: the scores are NaN or infinite, and draws are held against them; a subject that gives numbers "
+            "with every token it draws works"
+        )
 
 
 def _not_likeliest(greedy: Sequence[Generation]) -> list[Finding]:

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Finding, Level
-from neuron_accuracy.sampling.frequencies import frequencies_of
+from neuron_accuracy.sampling.expected import Expected, expected_of
+from neuron_accuracy.sampling.frequencies import false_alarm_bound, frequencies_of
 from neuron_accuracy.sampling.standing import distribution
-from neuron_accuracy.subjects.drawing import limited
 from neuron_accuracy.subjects.protocol import Generation, Sampling, Scores, Subject
 
-__all__ = ["check_frequencies", "flattest"]
+__all__ = ["LEAST_DRAWS", "check_frequencies", "flattest"]
 
+LEAST_DRAWS = 10
+"""With fewer, two outcomes are not expected ``frequencies.LEAST_EXPECTED`` times each."""
 _SHOWN = 12
 
 
@@ -39,7 +39,12 @@ def check_frequencies(
     false_alarm: float,
     seed: int,
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Per case its counts, and findings for those that cannot be chance, all cases together."""
+    """Per case its counts, and findings for those that cannot be chance, all cases together.
+
+    A row is ``undecided`` if one outcome is all that could be expected, and a sampler that ignores the parameter would
+    not have drawn enough others to be found.
+    ``draws`` are at least :data:`LEAST_DRAWS`.
+    """
     cases = (
         ("seed", Sampling(temperature=1.0)),
         ("temperature", Sampling(temperature=0.5)),
@@ -53,33 +58,20 @@ def check_frequencies(
             Sampling(case.temperature, case.top_k, case.top_p, case.min_p, first + at) for at in range(draws)
         ]
         made = subject.generate([greedy.prompt] * draws, 1, how, 1)
-        row = _counted(greedy.scores, [item.tokens[0] for item in made], case)
+        row = _counted(greedy.scores, [item.tokens[0] for item in made], case, false_alarm)
         rows.append({"name": name, "temperature": case.temperature, "top_p": case.top_p, **row})
         if row["false_alarm"] <= false_alarm / len(cases):
             findings.append(_finding(name, case, row))
     return rows, findings
 
 
-def _counted(scores: Scores, drawn: Sequence[int], case: Sampling) -> dict[str, Any]:
-    ids, values = distribution(scores, 0)
-    plain = case.temperature == 1.0 and case.top_p == 1.0
-    if len(ids) < 2:
-        raise AccuracyError(f"{len(ids)} token is listed of each position; 20 work")
-    listed = {token: place for place, token in enumerate(ids.tolist())}
-    places = [listed.get(token, -1) for token in drawn]
-    if plain and scores.logits is None:
-        # What is not listed is one more outcome.
-        probs = [*values.exp().tolist(), max(1.0 - float(values.exp().sum()), 0.0)]
-        places = [place if place >= 0 else len(ids) for place in places]
-    else:
-        probs = _expected(scores, values, case)
-        if scores.logits is None and case.top_p == 1.0:
-            # At another temperature how likely the unlisted are together is not known: given that one is listed.
-            places = [place for place in places if place >= 0]
-    counts = frequencies_of(probs, places)
+def _counted(scores: Scores, drawn: Sequence[int], case: Sampling, false_alarm: float) -> dict[str, Any]:
+    expected = expected_of(scores, case)
+    counts = frequencies_of(expected.probs, [expected.place(token) for token in drawn], expected.between)
     return {
-        "draws": len(places),
+        "draws": len(drawn),
         "bins": len(counts.observed),
+        "undecided": counts.told_apart < 2 and not _shows(expected, case, len(drawn), false_alarm),
         "observed": list(counts.observed)[:_SHOWN],
         "expected": list(counts.expected)[:_SHOWN],
         "chi_square": counts.chi_square,
@@ -88,18 +80,17 @@ def _counted(scores: Scores, drawn: Sequence[int], case: Sampling) -> dict[str, 
     }
 
 
-def _expected(scores: Scores, values: torch.Tensor, case: Sampling) -> list[float]:
-    if scores.logits is None and case.top_p < 1.0:
-        if float(values.exp().sum()) < case.top_p:
-            raise AccuracyError(
-                f"top_p={case.top_p}: the {len(values)} tokens listed have less probability together; list more"
-            )
-        # Limits look at true masses, of which the unlisted keep their share.
-        kept = values.exp().where(values.exp().cumsum(0) - values.exp() < case.top_p, 0.0)
-        shares: list[float] = (kept / kept.sum()).tolist()
-        return shares
-    shares = limited(values, case).tolist()
-    return shares
+def _shows(expected: Expected, case: Sampling, draws: int, false_alarm: float) -> bool:
+    """Whether a sampler that ignores the parameter would be found where hardly anything but one token is expected."""
+    if case.top_p < 1.0:
+        return expected.kept**draws <= false_alarm
+    others, allowed = 1.0 - expected.likeliest, 1.0 - expected.probs[0] * (1.0 - expected.between[1])
+    if case.temperature == 1.0 or others <= allowed:
+        return False
+    # KL of two outcomes, as often as they would come at temperature 1.
+    excess = others * math.log(others / max(allowed, 1e-300))
+    excess += (1.0 - others) * math.log((1.0 - others) / (1.0 - allowed))
+    return false_alarm_bound(draws * excess, 3) <= false_alarm
 
 
 def _finding(name: str, case: Sampling, row: dict[str, Any]) -> Finding:

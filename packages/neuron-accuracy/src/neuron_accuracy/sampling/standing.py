@@ -10,8 +10,10 @@ import torch
 
 from neuron_accuracy.subjects.protocol import Sampling, Scores
 
-__all__ = ["TIE", "Standing", "allowed_mass", "distribution", "inside", "standing_of"]
+__all__ = ["MASS_TOLERANCE", "TIE", "Standing", "allowed_mass", "distribution", "inside", "standing_of"]
 
+MASS_TOLERANCE = 1e-3
+"""How exactly masses and log-probabilities are known from scores that were rounded on their way."""
 TIE = 1e-4
 """Log-probabilities closer than this count as equal: which of them ranks first is rounding's choice."""
 

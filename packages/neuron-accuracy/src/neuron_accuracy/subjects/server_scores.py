@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,29 +22,37 @@ Row = Mapping[int, float]
 
 
 def completion_rows(choice: Mapping[str, Any], names: Names, url: str) -> tuple[list[int], list[Row]]:
-    """Tokens and rows of a completion's ``logprobs``; of the echoed prompt's first token the row is empty."""
+    """Tokens and rows of a completion's ``logprobs``; of the echoed prompt's first token the row is empty.
+
+    Raises ``SubjectError`` if there are none, or of another form.
+    """
     logprobs = choice.get("logprobs")
-    if not logprobs or not logprobs.get("tokens") or not logprobs.get("top_logprobs"):
-        raise SubjectError(
-            f"{url}: answers without log-probabilities; a server that returns them (logprobs=1) works"
-        )
-    tokens = [names(token) for token in logprobs["tokens"]]
-    rows: list[Row] = []
-    for token, own, top in zip(tokens, logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
-        row = {names(name): _number(value) for name, value in (top or {}).items()}
-        rows.append({token: _number(own), **row} if top else row)
-    return tokens, rows
+    with _read(url, "logprobs", logprobs):
+        if not logprobs or not logprobs.get("tokens") or not logprobs.get("top_logprobs"):
+            raise SubjectError(
+                f"{url}: answers without log-probabilities; a server that returns them (logprobs=1) works"
+            )
+        tokens = [_id(names(token)) for token in logprobs["tokens"]]
+        rows: list[Row] = []
+        for token, own, top in zip(tokens, logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+            row = {_id(names(name)): _number(value) for name, value in (top or {}).items()}
+            rows.append({token: _number(own), **row} if top else row)
+        return tokens, rows
 
 
-def prompt_rows(choice: Mapping[str, Any]) -> list[Row] | None:
-    """Rows of vLLM's ``prompt_logprobs``, the first empty; None if the answer has none."""
+def prompt_rows(choice: Mapping[str, Any], url: str) -> list[Row] | None:
+    """Rows of vLLM's ``prompt_logprobs``, the first empty; None if the answer has none.
+
+    Raises ``SubjectError`` if they are of another form.
+    """
     given = choice.get("prompt_logprobs")
     if not given:
         return None
-    return [
-        {int(token): _number(item["logprob"]) for token, item in (position or {}).items()}
-        for position in given
-    ]
+    with _read(url, "prompt_logprobs", given):
+        return [
+            {_id(int(token)): _number(item["logprob"]) for token, item in (position or {}).items()}
+            for position in given
+        ]
 
 
 def scores_of_rows(begin: int, tokens: Sequence[int], rows: Sequence[Row], top: int, url: str) -> Scores:
@@ -65,6 +74,23 @@ def scores_of_rows(begin: int, tokens: Sequence[int], rows: Sequence[Row], top: 
     ids = torch.tensor([[token for token, _ in row] for row in ranked], dtype=torch.int64).reshape(shape)
     values = torch.tensor([[value for _, value in row] for row in ranked]).reshape(shape)
     return Scores(begin, torch.tensor(chosen, dtype=torch.float32), ids, values.float())
+
+
+@contextmanager
+def _read(url: str, name: str, given: Any) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise SubjectError(
+            f"{url}: its {name} cannot be read ({type(error).__name__}: {error}) in {given!r:.200}; a server that "
+            "answers as OpenAI's or vLLM's completions do works"
+        ) from error
+
+
+def _id(token: int) -> int:
+    if not 0 <= token < 2**31:
+        raise ValueError(f"{token} is no token id")
+    return token
 
 
 def _number(value: Any) -> float:
