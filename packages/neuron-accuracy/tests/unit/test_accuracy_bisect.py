@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_accuracy.errors import AccuracyError, CaptureError, SubjectError
 from neuron_accuracy.layout import Sharding, Slice, TensorLayout
-from neuron_accuracy.replace.bisect import bisect
+from neuron_accuracy.replace.bisect import bisect, disagreement
 from neuron_accuracy.replace.eager import ReplaceableTransformers
 from neuron_accuracy.replace.parts import part_of
 from neuron_accuracy.replace.source import ReferenceRows
@@ -42,19 +49,22 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def reference(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return captured(model, tmp_path_factory.mktemp("bisect") / "reference")
+
+
+def captured(model: Any, folder: Path) -> tuple[Path, Any]:
     subject = TransformersSubject.of(model)
-    folder = tmp_path_factory.mktemp("bisect") / "reference"
     subject.capture(PROMPTS, TOKENS, CaptureSpec(("**",)), folder)
     return folder, subject.force(PROMPTS, TOKENS, 0)
 
 
-def found(model: LlamaForCausalLM, faults: dict[str, float], reference: tuple[Path, Any], **more: Any) -> Any:
+def found(model: Any, faults: dict[str, float], reference: tuple[Path, Any], **more: Any) -> Any:
     faulty = copy.deepcopy(model)
     for name, factor in faults.items():
 
         def fault(_: Any, args: Any, result: Any, factor: float = factor) -> Any:
             if isinstance(result, tuple):
-                return (result[0] * factor, *result[1:])
+                return tuple(item * factor if item.is_floating_point() else item for item in result)
             return result * factor
 
         faulty.get_submodule(name).register_forward_hook(fault)
@@ -103,6 +113,82 @@ def test_a_fault_outside_of_the_candidates_is_in_no_module(model, reference):
     outcome = found(model, {"lm_head": 1.05}, reference, patterns=("model.layers.*",))
     assert not outcome.passed
     assert outcome.findings[0].kind == "not in any module"
+
+
+@pytest.mark.filterwarnings("ignore:.* is not captured:UserWarning")
+def test_each_call_of_a_module_gets_the_outputs_of_that_call(tmp_path):
+    """The rotary table of Gemma 3 is called for each kind of layer, with another base."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=16,
+    )
+    model = Gemma3ForCausalLM(config).eval()
+    reference = captured(model, tmp_path / "reference")
+    test = ReplaceableTransformers(TransformersSubject.of(model))
+    scores = test.force_replaced(PROMPTS, TOKENS, reference[0], ("**",), ["model.rotary_emb"])
+    assert disagreement(scores, reference[1]) < 1e-6, "what the reference gave changes nothing"
+    name = "model.layers.0.post_feedforward_layernorm"
+    assert found(model, {name: 1.3}, reference).data["module"] == name
+
+
+def test_a_module_that_runs_again_hides_no_fault_before_that(model, tmp_path):
+    """The first norm is the last one too, so that its outputs make the logits agree wherever the fault is."""
+    shared = copy.deepcopy(model)
+    shared.model.norm = shared.model.layers[0].input_layernorm
+    reference = captured(shared, tmp_path / "reference")
+    name = "model.layers.1.mlp.down_proj"
+    assert found(shared, {name: 1.3}, reference).data["module"] == name
+
+
+@pytest.mark.filterwarnings("ignore:.* is not captured:UserWarning")
+@pytest.mark.parametrize("name", ["gate", "experts"])
+def test_the_router_and_the_experts_of_a_mixture_are_modules_like_others(mixture, name):
+    """Their outputs are rows of tokens without a batch."""
+    model, reference = mixture
+    test = ReplaceableTransformers(TransformersSubject.of(model))
+    folder, expected = reference
+    everything = test.candidates(folder, ("**",))
+    module = f"model.layers.1.mlp.{name}"
+    assert module in everything
+    scores = test.force_replaced(PROMPTS, TOKENS, folder, ("**",), everything)
+    assert disagreement(scores, expected) < 1e-6
+    assert found(model, {module: 1.3}, reference).data["module"] == module
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[MixtralForCausalLM, tuple[Path, Any]]:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_local_experts=7,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    model = MixtralForCausalLM(config).eval()
+    return model, captured(model, tmp_path_factory.mktemp("mixture") / "reference")
+
+
+def test_a_capture_of_another_model_is_named(model, mixture):
+    folder = mixture[1][0]
+    smaller = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "hidden_size": 16})).eval()
+    test = ReplaceableTransformers(TransformersSubject.of(smaller))
+    with pytest.raises(
+        SubjectError, match=r"model\.norm:output\.0 has 16 numbers a token, and 32 in .* another model"
+    ):
+        test.force_replaced(PROMPTS, TOKENS, folder, ("**",), ["model.norm"])
 
 
 def test_what_cannot_be_replaced_is_named(model, reference, tmp_path):

@@ -163,6 +163,68 @@ def test_an_input_cannot_be_put(model):
         taps.apply(model.program(), SPECS)
 
 
+class Shared(nn.Module):
+    """One of two modules that call the same one, and write into what it gave."""
+
+    def __init__(self, proj: nn.Linear) -> None:
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.proj(x)
+        y.add_(1)
+        return self.proj(y) if y.shape[0] == 4 else y
+
+
+@pytest.mark.parametrize("name", ["fx", "inductor"])
+def test_what_is_written_into_an_output_later_is_not_captured(name, tmp_path, session_toolchain):
+    proj = nn.Linear(8, 8).requires_grad_(False)
+    compiler = FxCompiler() if name == "fx" else InductorCompiler(session_toolchain, num_threads=1)
+    builder = GraphBuilder(CpuDevice(), compiler, CompileCache(tmp_path))
+    root = Shared(proj)
+    program = Program((Part("only", root, ("x",), ("y",)),), ("y",))
+    specs = {"x": ((3, 8), torch.float32)}
+    tapped = Taps(root, lambda module, tensor: module == "proj").apply(program, specs)
+    x = torch.randn(3, 8)
+    outputs = builder.build(tapped.program, specs)({"x": x.clone()})
+    torch.testing.assert_close(outputs["tap.proj:output.0"], proj(x))
+    torch.testing.assert_close(outputs["y"], proj(x) + 1)
+
+
+def test_calls_of_a_module_are_numbered_over_all_parts(builder):
+    """It runs twice in each of two parts: neither capture overwrites, nor a put reaches, another call."""
+    torch.manual_seed(0)
+    root = nn.Module()
+    root.proj = proj = nn.Linear(8, 8).requires_grad_(False)
+    parts = tuple(
+        Part(f"part.{i}", Shared(proj), (given,), (out,)) for i, (given, out) in enumerate(["xy", "yz"])
+    )
+    program = Program(parts, ("z",))
+    specs = {"x": ((4, 8), torch.float32)}
+    put = Tap("proj", "output.0@2")
+    taps = Taps(
+        root,
+        lambda module, tensor: module == "proj" and tensor.startswith("output"),
+        puts=lambda module, tensor: Tap(module, tensor) == put,
+    )
+    tapped = taps.apply(program, specs)
+    assert [tap.tensor for tap in tapped.taps] == ["output.0", "output.0@1", "output.0@2", "output.0@3"]
+    x = torch.randn(4, 8)
+    compiled = builder.build(tapped.program, {**specs, **tapped.put_specs})
+    expected = [proj(x)]
+    for _ in range(3):
+        given = expected[-1] + 1 if len(expected) % 2 else expected[-1]
+        expected.append(proj(given))
+    outputs = compiled({"x": x, **tapped.nothing_put()})
+    for tap, tensor in zip(tapped.taps, expected, strict=True):
+        assert torch.equal(outputs[tap.value], tensor), tap
+    replaced = compiled({"x": x, put.put: torch.zeros(4, 8), put.put_rows: torch.ones(4, dtype=torch.int32)})
+    for tap, tensor in zip(tapped.taps[:2], expected[:2], strict=True):
+        assert torch.equal(replaced[tap.value], tensor), tap
+    assert torch.equal(replaced[put.value], torch.zeros(4, 8))
+    assert torch.equal(replaced[tapped.taps[3].value], proj(torch.ones(4, 8)))
+
+
 def test_a_module_of_the_part_alone_is_named_after_it(model):
     class Head(nn.Module):
         def __init__(self, layer: Layer) -> None:

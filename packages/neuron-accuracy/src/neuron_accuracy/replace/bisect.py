@@ -27,7 +27,7 @@ class Replaceable(Protocol):
         ...
 
     def candidates(self, reference: Path, patterns: Sequence[str]) -> Sequence[str]:
-        """Names of the modules that can be replaced from the capture ``reference``, in the order they run."""
+        """Names of the modules that can be replaced from the capture ``reference``, in the order they run last."""
         ...
 
     def force_replaced(

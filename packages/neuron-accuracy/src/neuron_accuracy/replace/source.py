@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ __all__ = ["ReferenceRows", "whole_rows"]
 class _Known:
     """A request of the capture: the token at each position, and the step and row that computed it."""
 
+    request: str
     tokens: Mapping[int, int]
     places: Mapping[int, tuple[StepRecord, int, int]]
 
@@ -48,18 +50,37 @@ class ReferenceRows:
         """Whether it has a tensor of this name, ``module:tensor``."""
         return name in self._sources
 
-    def rows(self, name: str, tokens: Sequence[int], positions: Sequence[int]) -> list[Tensor | None]:
-        """One row ``[features]`` per position of a tensor ``module:tensor``; None where no request of the capture has
-        these tokens up to there.
+    def sequences(self) -> list[tuple[int, ...]]:
+        """The tokens of each request from its first on, as far as they are known."""
+        found = []
+        for known in self._requests:
+            size = next(position for position in count() if position not in known.tokens)
+            found.append(tuple(known.tokens[position] for position in range(size)))
+        return [tokens for tokens in found if tokens]
+
+    def request_of(self, tokens: Sequence[int], taken: Container[str]) -> str | None:
+        """Of the requests not in ``taken`` that computed ``tokens`` the one that computed least else, the first of
+        several; None if there is none. So each of several equal sequences gets a request of its own.
+        """
+        size = len(tokens)
+        free = [item for item in self._requests if item.request not in taken and item.agrees(tokens, size)]
+        return min(free, key=lambda item: len(item.tokens)).request if free else None
+
+    def rows(
+        self, name: str, tokens: Sequence[int], positions: Sequence[int], request: str | None = None
+    ) -> list[Tensor | None]:
+        """One row ``[features]`` per position of a tensor ``module:tensor``; None where no request of the capture, or
+        not ``request``, has these tokens up to there.
 
         Raises ``CaptureError`` if no step has the tensor.
         """
         if name not in self._sources:
             raise CaptureError(f"{self.capture.folder} has no {name}; capture that module too")
-        return [self._row(name, tokens, position) for position in positions]
+        asked = [known for known in self._requests if request is None or known.request == request]
+        return [self._row(asked, name, tokens, position) for position in positions]
 
-    def _row(self, name: str, tokens: Sequence[int], position: int) -> Tensor | None:
-        for known in self._requests:
+    def _row(self, asked: Sequence[_Known], name: str, tokens: Sequence[int], position: int) -> Tensor | None:
+        for known in asked:
             if position in known.places and known.agrees(tokens, position + 1):
                 step, token_row, request_row = known.places[position]
                 module, tensor, part = self._sources[name]
@@ -87,7 +108,8 @@ class ReferenceRows:
             )
         layout = self.capture.run.layout(module, tensor, step.phase)
         parts = [self.capture.load(module, tensor, step, rank) for rank in ranks]
-        whole = assemble(parts, layout).flatten(1)
+        whole = assemble(parts, layout)
+        whole = whole.flatten(1) if whole.dim() > 1 else whole.unsqueeze(1)
         if part:
             begin, end = slice_bounds(layout.slices)[part]
             whole = whole[:, begin:end]
@@ -102,7 +124,7 @@ class ReferenceRows:
                 for offset, (position, token) in enumerate(zip(row.positions, row.token_ids, strict=True)):
                     tokens[position] = token
                     places[position] = (step, row.begin + offset, row.row)
-        return [_Known(*item) for item in found.values()]
+        return [_Known(request, *item) for request, item in found.items()]
 
     def _read_sources(self) -> dict[str, tuple[str, str, str]]:
         """By compared name: module, tensor and slice (empty for all) of the capture."""

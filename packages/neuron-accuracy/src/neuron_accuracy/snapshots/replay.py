@@ -107,14 +107,9 @@ def _held(
     call: StoredCall, name: str, found: Tensor, expected: Tensor, exact: bool
 ) -> tuple[dict[str, object], Finding | None]:
     equal = is_equal(found, expected)
-    wide, reference = found.double(), expected.double()
-    finite = bool(torch.isfinite(wide).all() == torch.isfinite(reference).all())
-    mask = torch.isfinite(wide) & torch.isfinite(reference)
-    norm = float(reference[mask].norm())
-    relative = (
-        float((wide - reference)[mask].norm()) / norm if norm else float((wide - reference)[mask].norm())
-    )
-    limit = 0.0 if exact or not expected.is_floating_point() else LIMITS.get(expected.dtype, EIGHT_BIT_LIMIT)
+    relative, elsewhere = _apart(found, expected)
+    exact = exact or not expected.is_floating_point()
+    limit = 0.0 if exact else LIMITS.get(expected.dtype, EIGHT_BIT_LIMIT)
     row: dict[str, object] = {
         "step": call.record.step,
         "part": call.record.part,
@@ -123,14 +118,33 @@ def _held(
         "dtype": str(expected.dtype).removeprefix("torch."),
         "equal": equal,
         "relative_l2": relative,
+        "not_finite_elsewhere": elsewhere,
         "limit": limit,
     }
-    if equal or (finite and relative <= limit):
+    if equal or (not exact and not elsewhere and relative <= limit):
         return row, None
-    kind = "diverges" if finite else "not finite"
     detail = f"relative L2 {relative:.3g} from what {call.record.compiler} gave, limit {limit:g}"
+    if elsewhere:
+        detail = f"{elsewhere} of {expected.numel()} values are not finite on one side alone, or otherwise; {detail}"
     where = f"{_where(call)}: {name}"
-    return row, Finding(Level.TENSOR, kind, where, detail, figures={"relative_l2": relative, "limit": limit})
+    figures = {"relative_l2": relative, "limit": limit}
+    return row, Finding(
+        Level.TENSOR, "not finite" if elsewhere else "diverges", where, detail, figures=figures
+    )
+
+
+def _apart(found: Tensor, expected: Tensor) -> tuple[float, int]:
+    """Relative L2 difference where both are finite, and how many others are not the same NaN or infinity.
+
+    Infinite for another shape or dtype.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf"), 0
+    wide, reference = found.double(), expected.double()
+    finite = wide.isfinite() & reference.isfinite()
+    same = torch.isclose(wide, reference, rtol=0, atol=0, equal_nan=True)
+    distance, norm = float((wide - reference)[finite].norm()), float(reference[finite].norm())
+    return distance / norm if norm else distance, int((~finite & ~same).sum())
 
 
 def _where(call: StoredCall) -> str:

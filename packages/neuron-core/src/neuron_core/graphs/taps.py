@@ -7,7 +7,8 @@ A tapped program is another program, with graphs of its own in the cache; one th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True, order=True)
 class Tap:
-    """A tensor of a module's call: ``output.0``, …, ``input.0``, …; of its next call in a part ``output.0@1``."""
+    """A tensor of a module's call: ``output.0``, …, ``input.0``, …; of its next call in a program ``output.0@1``."""
 
     module: str
     """Qualified name in the model; of a module that a part made for itself, the part's name and the path in it."""
@@ -109,10 +110,11 @@ class Taps:
         parts: list[Part] = []
         taps: list[Tap] = []
         puts: dict[Tap, TensorSpec] = {}
+        calls: Counter[str] = Counter()
         for part in program.parts:
             places, outputs = self._places(part, tuple(values[name] for name in part.inputs), device)
             values.update(zip(part.outputs, outputs, strict=True))
-            named = {place: self._tap(part, place) for place in places}
+            named = self._named(part, places, calls)
             taken = [place for place, tap in named.items() if self._wants(tap.module, tap.tensor)]
             replaced = [place for place, tap in named.items() if self._puts(tap.module, tap.tensor)]
             parts.append(_tapped_part(part, named, taken, replaced))
@@ -131,10 +133,20 @@ class Taps:
             self._listed[key] = _run_fake(part, specs, device)
         return self._listed[key]
 
-    def _tap(self, part: Part, place: Place) -> Tap:
-        path, tensor = place
-        name = self._names.get(id(part.module.get_submodule(path)))
-        return Tap(name if name is not None else ".".join(filter(None, (part.name, path))), tensor)
+    def _named(self, part: Part, places: Iterable[Place], calls: Counter[str]) -> dict[Place, Tap]:
+        """The tap of each place; ``calls`` has each module's in the parts before, and then in this one too."""
+        named: dict[Place, Tap] = {}
+        here: dict[str, int] = {}
+        for path, tensor in places:
+            kind, _, again = tensor.partition("@")
+            name = self._names.get(id(part.module.get_submodule(path)))
+            module = name if name is not None else ".".join(filter(None, (part.name, path)))
+            call = int(again or 0)
+            here[module] = max(here.get(module, 0), call + 1)
+            call += calls[module]
+            named[path, tensor] = Tap(module, f"{kind}@{call}" if call else kind)
+        calls.update(here)
+        return named
 
 
 class _TappedModule(nn.Module):
@@ -151,20 +163,26 @@ class _TappedModule(nn.Module):
         own = len(inputs) - 2 * len(self.replaced)
         fed = inputs[own:]
         puts = {place: (fed[2 * i], fed[2 * i + 1]) for i, place in enumerate(self.replaced)}
-        with _listening(self.inner, puts) as seen:
+        with _listening(self.inner, puts, frozenset(self.taken)) as seen:
             result = self.inner(*inputs[:own], **static)
         outputs = tuple(result) if isinstance(result, tuple | list) else (result,)
-        # Copies: what a module gave may be a view, or one of the part's own inputs or outputs.
-        return (*outputs, *(seen[place].clone(memory_format=torch.contiguous_format) for place in self.taken))
+        return (*outputs, *(seen[place] for place in self.taken))
 
 
 @contextmanager
 def _listening(
-    module: nn.Module, puts: Mapping[Place, tuple[Tensor, Tensor]]
+    module: nn.Module, puts: Mapping[Place, tuple[Tensor, Tensor]], taken: Collection[Place] = ()
 ) -> Iterator[dict[Place, Tensor]]:
-    """What passes through ``module`` and those inside it while this is open, in the order of the calls' ends."""
+    """What passes through ``module`` and those inside it while this is open, in the order of the calls' ends.
+
+    Of ``taken`` they are copies made when the call ends: what a module gave may be a view, or one of the part's own
+    inputs or outputs, and what called the module may write into it.
+    """
     seen: dict[Place, Tensor] = {}
     calls: dict[str, int] = {}
+
+    def see(place: Place, tensor: Tensor) -> None:
+        seen[place] = tensor.clone(memory_format=torch.contiguous_format) if place in taken else tensor
 
     def listen(path: str, child: nn.Module) -> Any:
         places = {name: index for index, name in enumerate(inspect.signature(child.forward).parameters)}
@@ -177,10 +195,10 @@ def _listening(
             given.update((places.get(name, name), item) for name, item in kwargs.items())
             for index, value in given.items():
                 for name, tensor in _named(f"input.{index}", value):
-                    seen[path, name + again] = tensor
+                    see((path, name + again), tensor)
             result = _replaced(result, path, again, puts)
             for name, tensor in _outputs(result):
-                seen[path, name + again] = tensor
+                see((path, name + again), tensor)
             return result
 
         return child.register_forward_hook(heard, with_kwargs=True)

@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from neuron_core.errors import ConfigError
+from vllm_neuron.accuracy.refusals import start_refusals
 
 __all__ = ["SubjectEngine"]
 
@@ -31,15 +32,17 @@ class SubjectEngine:
         self._config: VllmConfig | None = None
 
     def config(self) -> VllmConfig:
-        """vLLM's configuration of it."""
+        """vLLM's configuration of it; raises ``SubjectError`` for a model or an option that cannot be."""
         if self._config is None:
-            self._config = EngineArgs(**{"model": self.model, **self._options}).create_engine_config()
+            with start_refusals(self.model):
+                self._config = EngineArgs(**{"model": self.model, **self._options}).create_engine_config()
         return self._config
 
     def tokenizer(self) -> Any:
-        """Its tokenizer, or None."""
+        """Its tokenizer, or None; raises ``SubjectError``."""
         model = self.config().model_config
-        return None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
+        with start_refusals(self.model):
+            return None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
 
     def plain(self, settings: Mapping[str, Any]) -> LLM:
         """An engine with the options, and more ``neuron_config`` settings; it is kept, whatever they are."""
@@ -74,6 +77,7 @@ class SubjectEngine:
     def _open(self, key: Hashable, options: Mapping[str, Any], *, again: bool = False) -> LLM:
         if self._llm is None or self._key != key or again:
             self.close()
-            self._llm = LLM(**{"model": self.model, **options})
+            with start_refusals(self.model):
+                self._llm = LLM(**{"model": self.model, **options})
             self._key = key
         return self._llm

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from neuron_accuracy.errors import CaptureError
 from neuron_accuracy.snapshots.store import CallRecord, bytes_of, changed_inputs, write_call
+from neuron_core.errors import CompileError
 from neuron_core.graphs.build import GraphBuilder
 from neuron_core.graphs.compiled import Watch
 from neuron_core.graphs.program import Part, Program, TensorSpec
@@ -73,7 +74,7 @@ class SnapshotTaker:
             results = call(list(inputs))
             try:
                 self._take(part, selected, _Ran(kept, inputs, results))
-            except CaptureError as error:  # the engine goes on serving
+            except (CaptureError, CompileError) as error:  # the engine goes on serving
                 self.problem = str(error)
                 logger.error("no snapshot is kept any more: %s", error)
             return results

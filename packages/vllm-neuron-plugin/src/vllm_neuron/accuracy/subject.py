@@ -21,10 +21,12 @@ from neuron_accuracy.replace.source import ReferenceRows
 from neuron_accuracy.subjects.info import SubjectInfo
 from neuron_accuracy.subjects.protocol import Generation, Sampling, Scores
 from neuron_accuracy.subjects.scores import scores_of
+from neuron_accuracy.subjects.secrets import public_value
 from neuron_core.errors import ConfigError, unknown_name_hint
 from vllm_neuron.accuracy.engine import SubjectEngine
 from vllm_neuron.accuracy.forcing import FORCED
 from vllm_neuron.accuracy.identity import subject_info
+from vllm_neuron.accuracy.refusals import request_refusals, start_refusals
 
 __all__ = ["EngineSubject", "open_engine"]
 
@@ -42,9 +44,8 @@ def open_engine(model: str, options: Mapping[str, Any]) -> EngineSubject:
     known = {item.name for item in dataclasses.fields(EngineArgs)}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(
-                f"vllm-neuron.{name}", value, f"unknown option; {unknown_name_hint(name, known)}"
-            )
+            hint = f"unknown option; {unknown_name_hint(name, known)}"
+            raise ConfigError(f"vllm-neuron.{name}", public_value(name, value), hint)
     return EngineSubject(model, {name: _value(value) for name, value in options.items()})
 
 
@@ -60,8 +61,15 @@ class EngineSubject:
     def info(self) -> SubjectInfo:
         """Who it is; vLLM's configuration is resolved, no engine started."""
         if self._info is None:
-            self._info = subject_info(self._engines.config())
+            config = self._engines.config()
+            with start_refusals(self._engines.model):
+                self._info = subject_info(config)
         return self._info
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens a sequence may have, prompt and continuation."""
+        return int(self._engines.config().model_config.max_model_len)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, special tokens as a prompt has them."""
@@ -201,16 +209,9 @@ def _draw(
 ) -> list[Any]:
     if not prompts:
         return []
-    params = [_params(how, num_tokens, top) for how in sampling]
-    return _generate(llm, prompts, params)
-
-
-def _generate(llm: Any, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Any]:
-    """Raises ``SubjectError`` for a request that the engine refuses."""
-    try:
+    with request_refusals():
+        params = [_params(how, num_tokens, top) for how in sampling]
         outputs: list[Any] = llm.generate(_prompts(prompts), params, use_tqdm=False)
-    except ValueError as error:
-        raise SubjectError(f"the engine refuses a request: {error}") from error
     return outputs
 
 
@@ -237,28 +238,39 @@ def _run(llm: Any, prompts: Sequence[Sequence[int]], continuations: Sequence[Seq
         for prompt, tokens in waiting:
             (later if tuple(prompt) in seen else wave).append((prompt, tokens))
             seen.add(tuple(prompt))
-        params = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=len(tokens),
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={FORCED: list(tokens)},
-            )
-            for _, tokens in wave
-        ]
-        _generate(llm, [prompt for prompt, _ in wave], params)
+        with request_refusals():
+            params = [_forced(tokens) for _, tokens in wave]
+            llm.generate(_prompts([prompt for prompt, _ in wave]), params, use_tqdm=False)
         waiting = later
+
+
+def _forced(tokens: Sequence[int]) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=len(tokens),
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={FORCED: list(tokens)},
+    )
 
 
 def _captured_scores(
     folder: Path, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], top: int
 ) -> list[Scores]:
+    """Of each sequence those of a request of its own, also where another has the same tokens."""
     source = ReferenceRows(folder)
-    scores = []
+    scores: list[Scores] = []
+    taken: set[str] = set()
     for prompt, tokens in zip(prompts, continuations, strict=True):
         whole = [*prompt, *tokens]
-        rows = source.rows(f"{HEAD}:output.0", whole, range(len(prompt) - 1, len(whole) - 1))
+        request = source.request_of(whole[:-1], taken)
+        if request is None:
+            raise SubjectError(
+                f"no request of the run computed a prompt of {len(prompt)} tokens and its {len(tokens)} for the "
+                f"sequence at place {len(scores)}"
+            )
+        taken.add(request)
+        rows = source.rows(f"{HEAD}:output.0", whole, range(len(prompt) - 1, len(whole) - 1), request)
         if missing := [place for place, row in enumerate(rows) if row is None]:
             raise SubjectError(f"no logits of token {missing[0]} after a prompt of {len(prompt)} tokens")
         scores.append(
