@@ -12,9 +12,25 @@ from typing import Any
 
 from neuron_accuracy.errors import AccuracyError
 
-__all__ = ["FORMAT", "Finding", "Level", "Outcome", "Severity", "read_outcome", "write_outcome"]
+__all__ = [
+    "AGAINST_NOTHING",
+    "FORMAT",
+    "LEFT_OUT",
+    "Finding",
+    "Level",
+    "Outcome",
+    "Severity",
+    "Verdict",
+    "read_outcome",
+    "write_outcome",
+]
 
 FORMAT = "neuron-accuracy-outcome/1"
+
+LEFT_OUT = "left out"
+"""The kind of the note of a level that was not run."""
+AGAINST_NOTHING = "held against nothing"
+"""The kind of the note of figures that were computed and compared with none."""
 
 
 class Level(StrEnum):
@@ -33,7 +49,19 @@ class Severity(StrEnum):
     """Whether a finding fails the comparison."""
 
     FAULT = "fault"
+    ERROR = "error"
+    """It kept the comparison, or a part of it, from being made: neither passed nor failed."""
     NOTE = "note"
+
+
+class Verdict(StrEnum):
+    """What an outcome comes to."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    ERROR = "could not be compared"
+    LEFT_OUT = "left out"
+    """Nothing was compared, and nobody insisted on it."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +100,29 @@ class Outcome:
         return tuple(finding for finding in self.findings if finding.severity is Severity.FAULT)
 
     @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that say what could not be compared."""
+        return tuple(finding for finding in self.findings if finding.severity is Severity.ERROR)
+
+    @property
     def passed(self) -> bool:
-        """Whether nothing fails it."""
-        return not self.faults
+        """Whether nothing fails it, and nothing that was asked for could not be compared."""
+        return not self.faults and not self.errors
+
+    @property
+    def verdict(self) -> Verdict:
+        """A fault outweighs what could not be compared beside it."""
+        if not self.passed:
+            return Verdict.FAILED if self.faults else Verdict.ERROR
+        kinds = {finding.kind for finding in self.findings}
+        if AGAINST_NOTHING in kinds or (kinds == {LEFT_OUT} and not self.data):
+            return Verdict.LEFT_OUT
+        return Verdict.PASSED
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command: 1 for a fault, 2 if something could not be compared, else 0."""
+        return {Verdict.FAILED: 1, Verdict.ERROR: 2}.get(self.verdict, 0)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready form, read back by :meth:`from_json`; numbers that are not finite become strings."""

@@ -138,7 +138,27 @@ def test_inputs_are_rounded_to_the_dtype_before_the_truth_is_computed(linear):
     assert torch.equal(narrow.float(), wide)
 
 
+def test_outputs_of_the_same_names_correspond_in_whatever_order():
+    def twice(x):
+        return {"a": x.exp() * 2, "b": x.exp() * 3}
+
+    def turned(x):
+        return dict(reversed(twice(x).items()))
+
+    verdicts = assert_module_close(turned, twice, rows, dtype=BF16, seeds=2)
+    assert [verdict.name for verdict in verdicts] == ["output.b", "output.a"]
+    with pytest.raises(AssertionError, match=r"FAILS output\.b"):
+        assert_module_close(lambda x: {"b": x.exp() * 2, "a": x.exp() * 3}, twice, rows, dtype=BF16, seeds=2)
+    assert_module_close(lambda x: tuple(twice(x).values()), twice, rows, dtype=BF16, seeds=2)
+    with pytest.raises(
+        AccuracyError, match=r"returns output\.a, output\.c and the reference output\.a, output\.b"
+    ):
+        assert_module_close(lambda x: {"a": x.exp(), "c": x.exp()}, twice, rows, dtype=BF16, seeds=2)
+
+
 def test_what_cannot_be_compared_is_an_error(linear):
+    with pytest.raises(AccuracyError, match=r"output is empty, \[0, 48\]"):
+        assert_module_close(linear, linear, lambda generator: torch.ones(0, 32), dtype=BF16, seeds=1)
     with pytest.raises(
         AccuracyError, match=r"output of the module is \[64, 4\] and of the reference \[64, 48\]"
     ):

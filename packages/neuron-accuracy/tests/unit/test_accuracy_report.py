@@ -212,6 +212,35 @@ def test_a_summary_repeats_no_finding_and_what_was_left_out_has_not_passed():
     assert sum("gain 2.00" in text for _, _, text in alone.of("li")) == 1
 
 
+@pytest.mark.parametrize(
+    ("verdict", "severity", "said", "state"),
+    [
+        ("failed", Severity.FAULT, "1 fault in 1 of 2 comparisons.", "✕"),
+        ("could not be compared", Severity.ERROR, "1 of what was asked for could not be compared.", "could"),
+        ("passed", None, "no fault in 2 comparisons.", "✓"),
+    ],
+)
+def test_a_summary_alone_tells_of_the_levels_it_summed_up(verdict, severity, said, state):
+    findings = [] if severity is None else [Finding(Level.KV, "gain", "keys of layer 3", "2.00", severity)]
+    verdicts = {"task": "left out", "prompt": "passed", "kv": verdict}
+    levels = [{"level": level, "verdict": each} for level, each in verdicts.items()]
+    page = Parsed(render([Outcome("run", "All levels", "a", "b", findings, {"levels": levels})]))
+    assert any(said in text for _, _, text in page.of("p"))
+    rows = [text.split()[:2] for _, _, text in page.of("tr")]
+    assert ["Prompt", "✓"] in rows and ["Task", "not"] in rows and ["Tensors", "not"] in rows
+    assert any(text.split()[:3] == ["KV", "cache", state] for _, _, text in page.of("tr"))
+
+
+def test_a_page_on_which_nothing_was_compared_says_so():
+    page = Parsed(
+        render(
+            [Outcome("tasks", "Tasks", "a", "b", [Finding(Level.TASK, "left out", "t", "", Severity.NOTE)])]
+        )
+    )
+    assert any(text == "Nothing was compared." for _, _, text in page.of("p"))
+    assert not any("Passed" in text for _, _, text in page.of("p", "title"))
+
+
 def test_modules_in_order_have_a_chart_of_where_errors_begin():
     data = [
         {"name": f"model.layers.{i}.mlp.down_proj:output.0", "rel_l2": 1e-7 * 9**i, "n": i} for i in range(6)
@@ -404,6 +433,19 @@ def test_the_command_writes_one_file_and_exits_with_the_verdict(tmp_path):
     assert "<title>Failed: Nightly</title>" in (tmp_path / "report.html").read_text()
     passed = run(paths[1], "-o", tmp_path / "passed.html")
     assert passed.exit_code == 0 and "passed" in passed.output
+
+
+def test_what_could_not_be_compared_is_no_pass_and_a_fault_beside_it_is_one(tmp_path):
+    error = Outcome(
+        "kv", "KV", "a", "b", [Finding(Level.KV, "could not be compared", "kv", "x", Severity.ERROR)]
+    )
+    write_outcome(error, tmp_path / "kv.json")
+    write_outcome(outcomes()[0], tmp_path / "compare.json")
+    alone = run(tmp_path / "kv.json", "-o", tmp_path / "report.html")
+    assert alone.exit_code == 2 and "not all could be compared" in alone.output
+    assert "<title>Not compared:" in (tmp_path / "report.html").read_text()
+    both = run(tmp_path / "kv.json", tmp_path / "compare.json", "-o", tmp_path / "report.html")
+    assert both.exit_code == 1
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from neuron_accuracy.cli.main import cli
+from neuron_accuracy.compare.captures import compare_captures
 from neuron_accuracy.errors import AccuracyError
-from neuron_accuracy.findings import Finding, Level, Outcome, Severity, read_outcome
+from neuron_accuracy.findings import Finding, Level, Outcome, Severity, read_outcome, write_outcome
 from neuron_accuracy.run.place import first_to_look_at
 from neuron_accuracy.run.triage import LEVELS, Roles, Triage
+from neuron_accuracy.subjects.open import open_subject, public_text
 from neuron_accuracy.subjects.transformers import TransformersSubject
 from neuron_core.errors import ConfigError
 
@@ -77,8 +79,8 @@ def test_captures_of_an_earlier_run_are_replaced_and_nothing_else_is(model, tmp_
     mine = tmp_path / "captures" / "holiday"
     mine.mkdir()
     (mine / "picture.jpg").write_text("sunset")
-    with pytest.raises(AccuracyError, match="holiday is no capture of an earlier run"):
-        list(triage(model, tmp_path, {}, levels=("kv",)).run())
+    (outcome,) = triage(model, tmp_path, {}, levels=("kv",)).run()
+    assert "holiday is no capture of an earlier run" in outcome.errors[0].detail
     assert (mine / "picture.jpg").exists()
 
 
@@ -119,6 +121,7 @@ def test_the_command_takes_the_reference_from_the_test_and_its_verdict_as_exit_c
         (["--levels", "tensors"], "no such level; did you mean 'tensor'"),
         (["--levels", ","], "names no level"),
         (["--thresholds", "x.toml"], "names no task to limit"),
+        (["--option", "baseline.dtype=float32"], "there is no baseline; --baseline KIND:MODEL names one"),
         (["--option", "tset.dtype=float32"], "no such role here; did you mean 'test'"),
     ],
 )
@@ -128,6 +131,112 @@ def test_what_cannot_be_run_is_said_before_anything_is(model, tmp_path, argument
         CliRunner().invoke(
             cli, ["run", "--test", f"transformers:{folder}", *arguments], catch_exceptions=False
         )
+
+
+def test_a_run_in_which_no_level_compared_anything_is_no_pass(model, tmp_path):
+    folder = kit.saved(tmp_path / "model", model)
+    arguments = [
+        "run",
+        "--test",
+        f"transformers:{folder}",
+        "--levels",
+        "task",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == 2
+    assert "could not be compared: no tasks were named; --tasks cloze,arithmetic runs two" in result.output
+    nothing = triage(model, tmp_path, {}, levels=("task",))
+    summary = nothing.summary(list(nothing.run()))
+    assert "no level compared anything" in summary.findings[0].detail and not summary.passed
+
+
+def test_a_level_that_cannot_be_compared_stops_no_other(model, tmp_path, monkeypatch):
+    """Neither a fault found elsewhere nor a pass is lost to it, and it is neither."""
+
+    def refuses(*given: Any, **more: Any) -> Outcome:
+        raise AccuracyError("extensions=false leaves out top_k")
+
+    monkeypatch.setattr("neuron_accuracy.run.triage.check_sampling", refuses)
+    for faults, code, verdict in (({}, 2, "passed"), ({"lm_head": scaled(2.0)}, 1, "failed")):
+        run = triage(model, tmp_path, faults, levels=("task", "prompt", "sampling"))
+        outcomes = list(run.run())
+        summary = run.summary(outcomes)
+        assert (summary.exit_code, summary.passed) == (code, False)
+        verdicts = {row["level"]: row["verdict"] for row in summary.data["levels"]}
+        assert verdicts == {"task": "left out", "prompt": verdict, "sampling": "could not be compared"}
+        assert summary.findings[0].severity is (Severity.FAULT if faults else Severity.ERROR)
+        assert Outcome.from_json(summary.to_json()).exit_code == code
+
+
+def test_two_checkpoints_are_compared_at_every_level(model, tmp_path):
+    """Opened from folders, whose weights have digests: that these differ is a note, what comes of it the fault."""
+    faulty = copy.deepcopy(model)
+    faulty.model.layers[1].mlp.down_proj.weight.data *= 1.5
+    folders = [
+        kit.saved(tmp_path / name, each, kit.byte_tokenizer()) for name, each in (("a", faulty), ("b", model))
+    ]
+    test, reference = (open_subject(f"transformers:{folder}") for folder in folders)
+    run = Triage(Roles(test, reference), PROMPTS, tmp_path / "out", num_tokens=2, levels=("prompt", "tensor"))
+    outcomes = list(run.run())
+    assert not any(outcome.errors for outcome in outcomes)
+    assert [sum(f.kind == "other weights" for f in outcome.findings) for outcome in outcomes] == [1, 1]
+    assert run.summary(outcomes).findings[0].where.startswith("model.layers.1.mlp.down_proj")
+    with pytest.raises(AccuracyError, match="different models: revision of the weights"):
+        compare_captures(tmp_path / "out" / "captures" / "test", tmp_path / "out" / "captures" / "reference")
+
+
+def test_a_capture_that_fails_is_not_tried_again(model, tmp_path, monkeypatch):
+    tried = []
+
+    def fails(self: Triage, root: Path) -> Any:
+        tried.append(root)
+        raise AccuracyError("no room")
+
+    monkeypatch.setattr(Triage, "_captured", fails)
+    outcomes = list(triage(model, tmp_path, {}, levels=("kv", "tensor")).run())
+    assert [outcome.errors[0].detail for outcome in outcomes] == ["no room"] * 2
+    assert len(tried) == 1
+
+
+def test_a_level_that_was_asked_for_by_name_is_not_left_out(model, tmp_path):
+    named = triage(model, tmp_path, {}, levels=("task", "prompt"), demanded=("task",))
+    assert named.summary(list(named.run())).exit_code == 2
+
+
+def test_a_run_that_does_not_end_leaves_no_report_of_an_earlier_one(model, tmp_path):
+    folder = kit.saved(tmp_path / "model", model)
+    run = triage(model, tmp_path / "out", {}, levels=("kv",))
+    (outcome,) = run.run()
+    run.write([outcome], {})
+    write_outcome(outcome, tmp_path / "out" / "kv.json")
+    (tmp_path / "out" / "tasks.json").write_text("my own tasks")
+    arguments = ["run", "--test", f"transformers:{folder}", "--reference", "transformers:/no/such"]
+    result = CliRunner().invoke(cli, [*arguments, "--out", str(tmp_path / "out")])
+    assert "no such folder" in str(result.exception)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["captures", "tasks.json"]
+
+
+def test_a_secret_is_not_echoed():
+    for option in ("test.api-key=hush", "api_key=hush", "tset.key=hush"):
+        with pytest.raises(ConfigError) as caught:
+            CliRunner().invoke(
+                cli,
+                [
+                    "run",
+                    "--test",
+                    "server:http://localhost:1",
+                    "--reference",
+                    "transformers:x",
+                    "--option",
+                    option,
+                ],
+                catch_exceptions=False,
+            )
+        assert "…" in str(caught.value) and "hush" not in str(caught.value)
+    assert public_text("server:https://me:hush@host:80/v1") == "server:https://host:80/v1"
+    assert public_text("transformers:./me@home") == "transformers:./me@home"
 
 
 def test_a_server_needs_a_reference():

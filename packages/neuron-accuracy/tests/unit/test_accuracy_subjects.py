@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import socket
+import subprocess
+import sys
+import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from neuron_accuracy.capture.spec import CaptureSpec
 from neuron_accuracy.errors import SubjectError
 from neuron_accuracy.subjects.drawing import limited
 from neuron_accuracy.subjects.open import open_subject
+from neuron_accuracy.subjects.parallel import in_parallel
 from neuron_accuracy.subjects.protocol import Sampling
 from neuron_accuracy.subjects.transformers import TransformersSubject
 from neuron_core.errors import ConfigError
@@ -252,6 +257,65 @@ def test_a_status_is_told_with_what_the_server_said(server, status):
     server.status = status
     with pytest.raises(SubjectError, match=f"HTTP {status} .*told to refuse"):
         subject.generate([PROMPTS[0]], 1, [Sampling()], 5)
+
+
+@pytest.mark.parametrize(
+    ("userinfo", "options", "sent"),
+    [
+        ("", {}, "Bearer of-the-environment"),
+        ("", {"api_key": "given"}, "Bearer given"),
+        ("me:p%40ss@", {}, "Basic " + base64.b64encode(b"me:p@ss").decode()),
+    ],
+)
+def test_a_key_or_a_password_is_sent_and_told_nowhere(server, monkeypatch, userinfo, options, sent):
+    seen = []
+    handler = server._http.RequestHandlerClass
+    send = handler._send
+    monkeypatch.setattr(
+        handler, "_send", lambda self, *a: seen.append(self.headers["Authorization"]) or send(self, *a)
+    )
+    monkeypatch.setenv("OPENAI_API_KEY", "of-the-environment")
+    subject = open_subject(
+        server.url.replace("http://", f"server:http://{userinfo}"), options | {"retries": 0}
+    )
+    assert subject.encode("a") and seen == [sent] * 2
+    assert subject.url == f"{server.url}/v1"
+    server.status = 500
+    with pytest.raises(SubjectError) as raised:
+        subject.generate([PROMPTS[0]], 1, [Sampling()], 5)
+    assert server.url in str(raised.value) and "p%40ss" not in str(raised.value)
+
+
+@pytest.mark.parametrize("address", ["me:hush@host/v1", "ftp://me:hush@host", "http://me:hush@[::1/v1"])
+def test_an_address_that_is_none_is_told_without_its_password(address):
+    with pytest.raises(SubjectError, match="http://localhost:8000/v1 works") as raised:
+        open_subject(f"server:{address}")
+    assert "hush" not in str(raised.value)
+
+
+def test_what_is_done_in_parallel_is_in_order_and_its_first_error_ends_it():
+    assert in_parallel(lambda x: x * x, range(20), 3) == [x * x for x in range(20)]
+    assert in_parallel(str, [], 3) == []
+    begun = []
+
+    def work(item: int) -> int:
+        begun.append(item)
+        time.sleep(0.02)
+        if item == 1:
+            raise SubjectError("of item 1")
+        return item
+
+    with pytest.raises(SubjectError, match="of item 1"):
+        in_parallel(work, range(100), 2)
+    time.sleep(0.2)
+    assert len(begun) < 10
+
+
+def test_python_ends_without_waiting_for_a_request_in_flight():
+    script = "import sys, threading, time; from neuron_accuracy.subjects.parallel import in_parallel\n"
+    script += "def work(item):\n    if item: raise KeyboardInterrupt\n    time.sleep(60)\n"
+    script += "try: in_parallel(work, [1, 0], 2)\nexcept KeyboardInterrupt: sys.exit(3)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == 3
 
 
 def test_no_server_and_no_tokenizer_are_said(server):

@@ -16,6 +16,7 @@ from scipy import stats
 
 from neuron_accuracy.cli.main import cli
 from neuron_accuracy.errors import AccuracyError
+from neuron_accuracy.findings import Outcome
 from neuron_accuracy.logits.prompts import read_prompts
 from neuron_accuracy.subjects.open import open_subject
 from neuron_accuracy.subjects.protocol import Sampling
@@ -49,6 +50,13 @@ def lm(subject):
     from neuron_accuracy.tasks.model import SubjectLM
 
     return SubjectLM(subject)
+
+
+@pytest.fixture
+def server_asked(subject):
+    server = kit.TinyServer(subject.model, subject.tokenizer)
+    yield server
+    server.close()
 
 
 def likelihood(subject, before, text):
@@ -175,7 +183,8 @@ def test_a_server_scores_as_its_model_by_either_client(subject, tmp_path):
         assert [sample.answer for sample in ours.samples] == [sample.answer for sample in theirs.samples]
         before = server.completions
         subject.tokenizer.save_pretrained(tmp_path)
-        client = local_completions(f"{server.url}/v1", "tiny", tokenizer=str(tmp_path))
+        client = local_completions(f"{server.url}/v1", "tiny", str(tmp_path), opened.authorization)
+        assert client.header == {"Authorization": opened.authorization}
         (asked,) = evaluate(client, task_infos(["cloze"]), limit=4)
         assert [sample.answer for sample in ours.samples] == [sample.answer for sample in asked.samples]
         assert server.completions > before
@@ -248,6 +257,28 @@ def test_thresholds_are_read_or_refused_by_name(tmp_path, subject):
         check_tasks(subject, ["cloze"], thresholds=[Threshold("clozes", "acc", 0.5)])
 
 
+def test_a_task_without_a_threshold_beside_one_with_is_noted(monkeypatch, subject):
+    scores = [scored("cloze", [True]), scored("arithmetic", [True])]
+    monkeypatch.setattr("neuron_accuracy.tasks.check.evaluate", lambda *a, **k: scores)
+    outcome = check_tasks(subject, ["cloze", "arithmetic"], thresholds=[Threshold("cloze", "acc", 0.4)])
+    assert [(finding.kind, finding.where) for finding in outcome.findings] == [("no threshold", "arithmetic")]
+    assert outcome.passed and outcome.verdict == "passed"
+
+
+def test_the_clients_of_a_server_share_its_address_and_key(server_asked, monkeypatch):
+    """lm-eval's own is told what the subject found out: the folder of the API, and the key."""
+    given = []
+    monkeypatch.setattr("neuron_accuracy.cli.tasks.local_completions", lambda *args: given.append(args))
+    monkeypatch.setattr(
+        "neuron_accuracy.cli.tasks.check_tasks",
+        lambda *a, **k: Outcome("tasks", "", "", "", (), {"tasks": []}),
+    )
+    arguments = ["tasks", "--test", f"server:{server_asked.url}", "--client", "local-completions"]
+    result = CliRunner().invoke(cli, [*arguments, "--option", "test.api_key=hush"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert given == [(f"{server_asked.url}/v1", "tiny", "", "Bearer hush")]
+
+
 def test_a_metric_that_is_missing_is_an_error(monkeypatch, subject):
     scores = scored("cloze", [True], {"acc,none": Scored(1.0, 0.0), "acc,other": Scored(1.0, 0.0)})
     assert metric_named(scores, "acc,none") == "acc,none"
@@ -290,6 +321,10 @@ def test_the_command_writes_what_to_look_at(subject, tmp_path):
     data = json.loads(result.stdout)
     assert data["findings"][0]["kind"] == "below threshold"
     assert len(read_prompts(out)) == len(data["data"]["deviating"])
-    assert CliRunner().invoke(cli, arguments).exit_code == 0
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0
+    (right,) = (row["metrics"]["acc_norm,none"]["value"] for row in data["data"]["tasks"])
+    assert f"{right:.4g}" in result.output and "against nothing" in result.output
+    assert result.stdout.splitlines()[-1] == "nothing was compared", "scores pass nothing"
     result = CliRunner().invoke(cli, [*arguments, "--client", "local-completions"])
     assert "asks servers only" in str(result.exception)

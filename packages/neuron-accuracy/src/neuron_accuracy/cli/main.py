@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``neuron-accuracy``: one subcommand per tool; the exit code is the verdict.
 
-0: nothing was found; 1: a fault was found; 2: the comparison could not be made as asked.
+0: nothing was found; 1: a fault was found; 2: the comparison could not be made as asked; 130: it was interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import traceback
 from typing import Any
 
 import click
 
 from neuron_accuracy import __version__
+from neuron_accuracy.errors import AccuracyError
 from neuron_core.cli.group import load_command
 from neuron_core.errors import NeuronError, unknown_name_hint
 
@@ -45,6 +48,13 @@ class _Tools(click.Group):
             ctx.fail(f"no command {args[0]!r}: {unknown_name_hint(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            # click would make a 1 of it, which is a fault's.
+            raise AccuracyError("what reads this command's messages went away before its end") from error
+
 
 @click.group(cls=_Tools, help=__doc__)
 @click.version_option(__version__)
@@ -53,9 +63,24 @@ def cli() -> None:  # noqa: D103 -- the module's text is its help
 
 
 def main() -> Any:
-    """Run the command; what cannot be compared is one line on standard error and exit code 2."""
+    """Run the command. What cannot be compared is one line on standard error; nothing but a verdict exits with 1."""
     try:
-        cli(standalone_mode=True)
-    except NeuronError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _complain("Interrupted.\n")
+        sys.exit(130)
+    except (NeuronError, OSError) as error:
+        _complain(f"Error: {error}\n")
         sys.exit(2)
+    except Exception:  # a mistake of ours, or of a library: no verdict either
+        _complain(traceback.format_exc())
+        sys.exit(2)
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -24,7 +24,12 @@ class Advance(Protocol):
 @contextlib.contextmanager
 def progress_bar(what: str, total: int | None = None) -> Iterator[Advance]:
     """A bar while the block runs."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)

@@ -12,9 +12,11 @@ import click
 from neuron_accuracy.cli.options import option_option, prompt_options, reference_option, test_option
 from neuron_accuracy.cli.subjects import ROLES, completed, opened, options_by_role, prompts_of
 from neuron_accuracy.cli.verdict import json_option, say
+from neuron_accuracy.cli.writable import writable_folder
 from neuron_accuracy.findings import Outcome, write_outcome
 from neuron_accuracy.logits.prompts import encode_prompts
-from neuron_accuracy.run.triage import LEVELS, Roles, Triage
+from neuron_accuracy.run.triage import LEVELS, Roles, Triage, clear_outcomes
+from neuron_accuracy.subjects.open import public_text
 from neuron_core.errors import ConfigError, unknown_name_hint
 
 __all__ = ["run_command"]
@@ -30,7 +32,11 @@ __all__ = ["run_command"]
 )
 @option_option
 @prompt_options(6, 12)
-@click.option("--levels", default=",".join(LEVELS), show_default=True, help="Which levels, in this order.")
+@click.option(
+    "--levels",
+    metavar="NAME,…",
+    help=f"Of {','.join(LEVELS)}; all that can be run if not given. One that is named and cannot is an error.",
+)
 @click.option("--tasks", metavar="NAME,…", help="Tasks of the widest level, such as cloze,arithmetic.")
 @click.option("--thresholds", metavar="FILE", help="What tasks must reach, as TOML.")
 @click.option("--task-limit", type=int, help="Samples of each task; all of them if not given.")
@@ -40,6 +46,7 @@ __all__ = ["run_command"]
     default="neuron-accuracy",
     show_default=True,
     type=click.Path(file_okay=False, path_type=Path),
+    callback=writable_folder,
     help="Folder for outcomes, captures and report.html.",
 )
 @json_option
@@ -51,7 +58,7 @@ def run_command(
     prompts_file: str | None,
     num_prompts: int,
     tokens: int,
-    levels: str,
+    levels: str | None,
     tasks: str | None,
     thresholds: str | None,
     task_limit: int | None,
@@ -66,7 +73,8 @@ def run_command(
     \b
       neuron-accuracy run --test vllm-neuron:./smollm2 --option test.dtype=float32
     """
-    chosen = _levels(levels)
+    chosen = LEVELS if levels is None else _levels(levels)
+    clear_outcomes(folder)
     texts, given = completed(test, reference, baseline, options_by_role(options, ROLES))
     with opened(texts, given) as subjects:
         roles = Roles(subjects["test"], subjects["reference"], subjects.get("baseline"))
@@ -78,6 +86,7 @@ def run_command(
             folder,
             tokens,
             chosen,
+            demanded=() if levels is None else chosen,
             texts=[prompt.text for prompt in prompts],
             tasks=_tasks(roles, tasks, thresholds, task_limit),
             tell=lambda what: click.echo(f"{what} …", err=True),
@@ -87,7 +96,7 @@ def run_command(
             outcomes.append(outcome)
             write_outcome(outcome, folder / f"{outcome.tool}.json")
         summary = triage.summary(outcomes)
-    path = triage.write(outcomes, texts)
+    path = triage.write(outcomes, {role: public_text(text) for role, text in texts.items()})
     click.echo(f"report: {path}", err=True)
     say(summary, json_to)
 

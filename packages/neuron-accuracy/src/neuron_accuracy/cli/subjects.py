@@ -11,6 +11,7 @@ from neuron_accuracy.logits.prompts import Prompt, default_prompts, read_prompts
 from neuron_accuracy.subjects.info import SubjectInfo
 from neuron_accuracy.subjects.open import open_subject
 from neuron_accuracy.subjects.protocol import Subject
+from neuron_accuracy.subjects.secrets import public_value
 from neuron_core.errors import ConfigError, unknown_name_hint
 
 __all__ = ["ROLES", "completed", "opened", "options_by_role", "prompts_of"]
@@ -27,6 +28,7 @@ def options_by_role(
     for option in options:
         name, equals, value = option.partition("=")
         role, dot, setting = name.partition(".")
+        option = f"{name}{equals}{public_value(name, value)}"
         if not equals or not dot or not setting:
             raise ConfigError(flag, option, f"must be ROLE.NAME=VALUE; {roles[0]}.dtype=bfloat16 works")
         if role not in given:
@@ -77,6 +79,9 @@ def completed(
                 baseline = baseline or reference
     if baseline is not None:
         texts["baseline"] = baseline
+    for name, value in given["baseline"].items() if baseline is None else ():
+        option = f"baseline.{name}={public_value(name, value)}"
+        raise ConfigError("--option", option, "there is no baseline; --baseline KIND:MODEL names one")
     return texts, given
 
 

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from rich.table import Table
 
 from neuron_accuracy.cli.options import option_option, test_option
 from neuron_accuracy.cli.progress import progress_bar
 from neuron_accuracy.cli.subjects import opened, options_by_role
-from neuron_accuracy.cli.verdict import json_option, say
+from neuron_accuracy.cli.verdict import json_option, say, table_of
+from neuron_accuracy.cli.writable import writable_file
 from neuron_accuracy.errors import AccuracyError
 from neuron_accuracy.findings import Outcome
+from neuron_accuracy.subjects.protocol import Subject
+from neuron_accuracy.subjects.server import ServerSubject
 from neuron_accuracy.tasks.catalog import TASKS
 from neuron_accuracy.tasks.check import check_tasks
 from neuron_accuracy.tasks.evaluate import local_completions
@@ -48,7 +52,10 @@ _LOCAL = ",".join(name for name, info in TASKS.items() if info.local)
     help="Who asks a server: its subject, or lm-eval's own client.",
 )
 @click.option(
-    "--deviating", metavar="FILE", help="Write samples to look at as prompts, for logits --prompts."
+    "--deviating",
+    metavar="FILE",
+    callback=writable_file,
+    help="Write samples to look at as prompts, for logits --prompts.",
 )
 @option_option
 @json_option
@@ -78,22 +85,33 @@ def tasks_command(
             reference=subjects.get("reference"),
             thresholds=minimums,
             limit=limit,
-            client=_client(client, test, subjects["test"].info().model, given["test"]),
+            client=_client(client, subjects["test"], given["test"]),
             progress=advance,
         )
     if deviating is not None:
         _write_prompts(outcome, Path(deviating))
-    say(outcome, json_to)
+    say(outcome, json_to, _scores(outcome))
 
 
-def _client(client: str, test: str, model: str, options: dict[str, str]) -> Any:
+def _client(client: str, test: Subject, options: dict[str, str]) -> Any:
     if client == CLIENTS[0]:
         return None
-    kind, _, url = test.partition(":")
-    if kind != "server":
+    if not isinstance(test, ServerSubject):
         raise AccuracyError(f"--client={client}: asks servers only; --test server:URL works")
-    return local_completions(url, model, options.get("tokenizer", ""))
+    return local_completions(test.url, test.info().model, options.get("tokenizer", ""), test.authorization)
+
+
+def _scores(outcome: Outcome) -> Table:
+    """What each task was scored, beside what it was held against."""
+    table = table_of("task", "metric", "value", "standard error", "minimum", "reference", "samples")
+    for row in outcome.data["tasks"]:
+        for metric, held in row["metrics"].items():
+            names = ("value", "stderr", "minimum", "reference")
+            figures = ("–" if held[name] is None else f"{held[name]:.4g}" for name in names)
+            table.add_row(row["task"], metric, *figures, str(row["samples"]))
+    return table
 
 
 def _write_prompts(outcome: Outcome, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(item) + "\n" for item in outcome.data["deviating"]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from neuron_accuracy.errors import AccuracyError
-from neuron_accuracy.findings import Finding, Level, Outcome
+from neuron_accuracy.findings import Finding, Level, Outcome, Severity, Verdict
 from neuron_accuracy.report.blocks import blocks_of
 from neuron_accuracy.report.elements import Block
 from neuron_accuracy.report.numbers import Cell, cell, label
@@ -38,10 +38,20 @@ class Said:
     kind: str
     where: str
     detail: str
-    fault: bool
+    severity: Severity
     figures: Sequence[tuple[str, Cell]]
     anchor: str
     """Of the section it is in."""
+
+    @property
+    def fault(self) -> bool:
+        """Whether it fails its section."""
+        return self.severity is Severity.FAULT
+
+    @property
+    def error(self) -> bool:
+        """Whether it says what could not be compared."""
+        return self.severity is Severity.ERROR
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,7 @@ class Section:
     title: str
     test: str
     reference: str
-    state: str
-    """``passed``, ``failed``, or ``left out`` where nothing was compared."""
+    state: Verdict
     findings: Sequence[Said]
     blocks: Sequence[Block]
 
@@ -72,6 +81,7 @@ class Step:
     looked_at: bool
     """Whether a tool of this level was run, or one found something there."""
     faults: int
+    errors: int
     notes: int
     first: Said | None
 
@@ -85,6 +95,8 @@ class Page:
     sections: Sequence[Section]
     steps: Sequence[Step]
     first_fault: Said | None
+    told: Sequence[Verdict] = ()
+    """The verdicts of comparisons that only a summary tells of."""
 
     @property
     def faults(self) -> int:
@@ -92,11 +104,22 @@ class Page:
         return sum(section.faults for section in self.sections)
 
     @property
-    def compared(self) -> Sequence[Section]:
-        """The outcomes that compared something, summaries not counted."""
-        return [
-            section for section in self.sections if section.state != "left out" and section.tool != _SUMMARY
-        ]
+    def errors(self) -> int:
+        """How many findings say that something could not be compared."""
+        return sum(finding.error for section in self.sections for finding in section.findings)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of all of it; ``left out`` where nothing was compared."""
+        if self.faults or self.errors:
+            return Verdict.FAILED if self.faults else Verdict.ERROR
+        return Verdict.PASSED if self.compared else Verdict.LEFT_OUT
+
+    @property
+    def compared(self) -> Sequence[Verdict]:
+        """Of each comparison that was made or tried, summaries not counted."""
+        own = [section.state for section in self.sections if section.tool != _SUMMARY]
+        return [verdict for verdict in (*own, *self.told) if verdict is not Verdict.LEFT_OUT]
 
 
 def page_of(outcomes: Sequence[Outcome], title: str, about: Mapping[str, object]) -> Page:
@@ -111,17 +134,30 @@ def page_of(outcomes: Sequence[Outcome], title: str, about: Mapping[str, object]
     ordered = [_without(outcome, said) if outcome.tool == _SUMMARY else outcome for outcome in ordered]
     sections = [_section(outcome, f"outcome-{number}") for number, outcome in enumerate(ordered, start=1)]
     shown = [finding for section in sections for finding in section.findings]
-    steps = [
-        _step(level, shown, {section.tool for section in sections if section.state != "left out"})
-        for level in Level
-    ]
+    ran = {section.tool for section in sections if section.state is not Verdict.LEFT_OUT}
+    told = _told(outcomes)
+    looked = {level for level in Level if _TOOLS_OF[level] & ran} | {
+        level for level, verdict in told.items() if verdict is not Verdict.LEFT_OUT
+    }
+    steps = [_step(level, shown, level in looked) for level in Level]
     first = first_to_look_at(ordered)
     first_shown = None
     if first is not None:
         place = next(place for place, outcome in enumerate(ordered) if first in outcome.findings)
-        first_shown = _said(first, True, sections[place].anchor)
+        first_shown = _said(first, sections[place].anchor)
     facts = [(label(name), cell(value)) for name, value in about.items()]
-    return Page(title, facts, sections, steps, first_shown)
+    return Page(title, facts, sections, steps, first_shown, list(told.values()))
+
+
+def _told(outcomes: Sequence[Outcome]) -> dict[Level, Verdict]:
+    """What summaries say of levels whose own outcome is not among those given."""
+    given = {outcome.tool for outcome in outcomes}
+    rows = [row for outcome in outcomes if outcome.tool == _SUMMARY for row in outcome.data.get("levels", ())]
+    try:
+        told = {Level(row["level"]): Verdict(row["verdict"]) for row in rows if "verdict" in row}
+    except (KeyError, TypeError, ValueError) as error:
+        raise AccuracyError(f"a summary of levels is damaged: {error!r}; write it anew with run") from error
+    return {level: verdict for level, verdict in told.items() if not _TOOLS_OF[level] & given}
 
 
 def _without(summary: Outcome, said: Sequence[Finding]) -> Outcome:
@@ -140,7 +176,7 @@ _TOOLS_OF = {
 
 
 def _section(outcome: Outcome, anchor: str) -> Section:
-    findings = [_said(finding, finding in outcome.faults, anchor) for finding in outcome.findings]
+    findings = [_said(finding, anchor) for finding in outcome.findings]
     blocks = blocks_of("", outcome.data)
     return Section(
         anchor,
@@ -148,27 +184,22 @@ def _section(outcome: Outcome, anchor: str) -> Section:
         outcome.title,
         outcome.test,
         outcome.reference,
-        _state(outcome),
+        outcome.verdict,
         findings,
         blocks,
     )
 
 
-def _state(outcome: Outcome) -> str:
-    if not outcome.passed:
-        return "failed"
-    left_out = outcome.findings and not outcome.data and all(f.kind == "left out" for f in outcome.findings)
-    return "left out" if left_out else "passed"
-
-
-def _said(finding: Finding, fault: bool, anchor: str) -> Said:
+def _said(finding: Finding, anchor: str) -> Said:
     figures = [(label(name), cell(value)) for name, value in finding.figures.items()]
-    return Said(_LEVELS[finding.level], finding.kind, finding.where, finding.detail, fault, figures, anchor)
+    where = _LEVELS[finding.level], finding.kind, finding.where, finding.detail
+    return Said(*where, finding.severity, figures, anchor)
 
 
-def _step(level: Level, said: Sequence[Said], ran: set[str]) -> Step:
+def _step(level: Level, said: Sequence[Said], looked_at: bool) -> Step:
     here = [finding for finding in said if finding.level == _LEVELS[level]]
     faults = [finding for finding in here if finding.fault]
-    looked_at = bool(faults) or bool(_TOOLS_OF[level] & ran)
-    first = next(iter(faults or here), None)
-    return Step(_LEVELS[level], looked_at, len(faults), len(here) - len(faults), first)
+    errors = [finding for finding in here if finding.error]
+    notes = len(here) - len(faults) - len(errors)
+    first = next(iter(faults or errors or here), None)
+    return Step(_LEVELS[level], looked_at or bool(faults), len(faults), len(errors), notes, first)

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 from neuron_accuracy.errors import SubjectError
 from neuron_accuracy.subjects.protocol import ENTRY_POINTS, Opener, Subject
+from neuron_accuracy.subjects.secrets import public_address
 from neuron_core.errors import unknown_name_hint
 
-__all__ = ["BUILT_IN", "open_subject", "subject_kinds"]
+__all__ = ["BUILT_IN", "open_subject", "public_text", "subject_kinds"]
 
 BUILT_IN = ("transformers", "server")
 
@@ -34,6 +35,12 @@ def open_subject(text: str, options: Mapping[str, Any] | None = None) -> Subject
             f"{text!r} names no subject; KIND:MODEL does, such as transformers:{text or 'DIR'}"
         )
     return _opener(kind)(model, options or {})
+
+
+def public_text(text: str) -> str:
+    """``kind:model`` as it may be printed and kept: a server's address without user and password."""
+    kind, colon, model = text.partition(":")
+    return f"{kind}{colon}{public_address(model) if kind == 'server' else model}"
 
 
 def _opener(kind: str) -> Opener:

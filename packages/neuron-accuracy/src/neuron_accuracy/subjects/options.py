@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from neuron_accuracy.subjects.secrets import public_value
 from neuron_core.errors import ConfigError, unknown_name_hint
 
 __all__ = ["read_options"]
@@ -20,7 +21,8 @@ def read_options(kind: str, options: Mapping[str, Any], defaults: Mapping[str, A
     """
     for name, value in options.items():
         if name not in defaults:
-            raise ConfigError(f"{kind}.{name}", value, f"unknown option; {unknown_name_hint(name, defaults)}")
+            hint = f"unknown option; {unknown_name_hint(name, defaults)}"
+            raise ConfigError(f"{kind}.{name}", public_value(name, value), hint)
     parsed = {name: _parsed(f"{kind}.{name}", value, defaults[name]) for name, value in options.items()}
     return {**defaults, **parsed}
 

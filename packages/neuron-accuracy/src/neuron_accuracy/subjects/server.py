@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -14,6 +14,7 @@ from neuron_accuracy.errors import SubjectError
 from neuron_accuracy.subjects.digest import vocabulary_digest
 from neuron_accuracy.subjects.info import SubjectInfo
 from neuron_accuracy.subjects.options import read_options
+from neuron_accuracy.subjects.parallel import in_parallel
 from neuron_accuracy.subjects.protocol import Generation, Sampling, Scores
 from neuron_accuracy.subjects.server_client import ServerClient, ServerRefusal
 from neuron_accuracy.subjects.server_scores import completion_rows, prompt_rows, scores_of_rows
@@ -28,7 +29,7 @@ FORCING = ("auto", "prompt_logprobs", "echo", "steps")
 _DEFAULTS = {
     "model": "",
     "tokenizer": "",
-    "api_key": "none",
+    "api_key": "",
     "force": "auto",
     "extensions": True,
     "concurrency": 8,
@@ -41,15 +42,18 @@ _Result = TypeVar("_Result")
 def open_server(url: str, options: Mapping[str, Any]) -> ServerSubject:
     """A running server; its only model, unless ``model`` names one of several.
 
-    ``tokenizer`` is a folder with the model's tokenizer, for a server without ``/tokenize``. ``extensions=false`` sends
-    nothing that is not in the OpenAI API (then no ``top_k``, no ``min_p``). Raises ``SubjectError`` if nothing answers.
+    ``api_key`` is that of the environment (``OPENAI_API_KEY``) if none is given: a command line is seen by all users of
+    a machine. ``tokenizer`` is a folder with the model's tokenizer, for a server without ``/tokenize``.
+    ``extensions=false`` sends nothing that is not in the OpenAI API (then no ``top_k``, no ``min_p``). Raises
+    ``SubjectError`` if nothing answers.
     """
     given = read_options("server", options, _DEFAULTS)
     if given["force"] not in FORCING:
         raise ConfigError(
             "server.force", given["force"], f"no such way; {unknown_name_hint(given['force'], FORCING)}"
         )
-    client = ServerClient(url, given["api_key"], given["timeout"], given["retries"])
+    api_key = given["api_key"] or os.environ.get("OPENAI_API_KEY") or "none"
+    client = ServerClient(url, api_key, given["timeout"], given["retries"])
     served = client.models()
     model = given["model"] or (served[0] if len(served) == 1 else "")
     if model not in served:
@@ -72,7 +76,17 @@ class ServerSubject:
         self.tokenizer: Any = _local_tokenizer(tokenizer) if tokenizer else None
         self._way = force
         self._extensions = extensions
-        self._pool = ThreadPoolExecutor(max(concurrency, 1))
+        self._concurrency = max(concurrency, 1)
+
+    @property
+    def url(self) -> str:
+        """Of its API (``…/v1``), without user and password."""
+        return self._client.url
+
+    @property
+    def authorization(self) -> str:
+        """The header of that name."""
+        return self._client.authorization
 
     def info(self) -> SubjectInfo:
         """Who it is; a vocabulary of 0 tokens is one that the server does not tell."""
@@ -135,11 +149,10 @@ class ServerSubject:
 
     def close(self) -> None:
         """Close its connections."""
-        self._pool.shutdown(cancel_futures=True)
         self._client.close()
 
     def _each(self, work: Callable[[Any], _Result], items: Sequence[Any]) -> list[_Result]:
-        return list(self._pool.map(work, items))
+        return in_parallel(work, items, self._concurrency)
 
     def _check_top(self, top: int) -> None:
         if top < 1:
@@ -193,7 +206,9 @@ class ServerSubject:
                 raise _NotOffered(f"{self._client.url}: does not echo the prompt; force=steps works")
             rows = all_rows[begin : len(whole)]
         else:
-            given = prompt_rows(self._client.complete(self._body(whole, 1, prompt_logprobs=top)))
+            given = prompt_rows(
+                self._client.complete(self._body(whole, 1, prompt_logprobs=top)), self._client.url
+            )
             if given is None or len(given) != len(whole):
                 raise _NotOffered(f"{self._client.url}: gives no prompt_logprobs; force=steps works")
             rows = given[begin:]

@@ -3,29 +3,43 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import openai
 
 from neuron_accuracy.errors import SubjectError
+from neuron_accuracy.subjects.secrets import public_address
 
 __all__ = ["ServerClient", "ServerRefusal"]
 
 
 class ServerClient:
-    """One server. ``url`` is its root or the folder of its API (``…/v1``); a root gets ``/v1``."""
+    """One server. ``url`` is its root or the folder of its API (``…/v1``); a root gets ``/v1``.
+
+    A user and a password in it are sent as basic authentication in the place of the key, and told nowhere.
+    """
 
     def __init__(self, url: str, api_key: str, timeout_s: float, retries: int) -> None:
-        parts = urlsplit(url)
+        shown = public_address(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise SubjectError(f"server:{shown}: {error}; http://localhost:8000/v1 works") from None
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise SubjectError(f"server:{url}: no address of a server; http://localhost:8000/v1 works")
-        base = url.rstrip("/")
+            raise SubjectError(f"server:{shown}: no address of a server; http://localhost:8000/v1 works")
+        base = shown.rstrip("/")
         self.url = base if parts.path.strip("/") else f"{base}/v1"
-        self._key = api_key
+        self.authorization = _authorization(parts.netloc.rpartition("@")[0], api_key)
+        """The header of that name, for another client of the same server."""
         self._api = openai.OpenAI(
-            api_key=api_key, base_url=self.url, timeout=timeout_s, max_retries=max(retries, 0)
+            api_key=api_key,
+            base_url=self.url,
+            timeout=timeout_s,
+            max_retries=max(retries, 0),
+            default_headers={"Authorization": self.authorization},
         )
         self._root = self._api.with_options(base_url=self.url.removesuffix("/v1"))
 
@@ -101,6 +115,12 @@ class ServerClient:
 
 class ServerRefusal(SubjectError):
     """The server answered with a status of 400 or above."""
+
+
+def _authorization(userinfo: str, api_key: str) -> str:
+    if not userinfo:
+        return f"Bearer {api_key}"
+    return f"Basic {base64.b64encode(unquote(userinfo).encode()).decode()}"
 
 
 def _said(error: openai.APIStatusError) -> str:

@@ -241,7 +241,7 @@ def _load(folder: Path, given: Mapping[str, Any]) -> Any:
             local_files_only=True,
         )
         return model.to(given["device"])
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, AssertionError) as error:  # torch: no such device
         raise SubjectError(f"transformers:{folder}: {error}") from error
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from neuron_accuracy.errors import SubjectError
-from neuron_accuracy.findings import Finding, Level, Outcome, Severity
+from neuron_accuracy.findings import AGAINST_NOTHING, Finding, Level, Outcome, Severity
 from neuron_accuracy.logits.same import label
 from neuron_accuracy.subjects.protocol import Subject
 from neuron_accuracy.tasks.catalog import task_infos
@@ -36,7 +36,8 @@ def check_tasks(
     A metric is below a threshold if it is by more than two of its standard errors; nearer ones are noted. The test is
     worse than the reference if of the items that only one of the two answers right the reference has so many that an
     equal would lose like that with probability ≤ :data:`WORSE` (exact sign test). ``data["deviating"]`` are the samples
-    to look at next: wrong here and right in the reference, or all wrong ones without a reference.
+    to look at next: wrong here and right in the reference, or all wrong ones without a reference. Tasks with neither
+    threshold nor reference are scored, which passes nothing: a note says so, and the outcome is ``left out``.
 
     ``client`` is a model of lm-eval that asks in the test's place (``evaluate.local_completions``). Raises
     ``AccuracyError`` on an unknown task, items that cannot be had, a missing metric, or a threshold of another task.
@@ -56,9 +57,20 @@ def check_tasks(
         deviating += [_described(test, scores, *pair) for pair in _deviating(scores, other)]
         rows.append(_row(scores, other, {full: item.minimum for full, item in wanted.items()}))
     findings.sort(key=lambda finding: finding.severity is not Severity.FAULT)
-    against = "thresholds" if reference is None else label(reference.info())
+    if reference is None and not thresholds:
+        findings.append(_against_nothing(AGAINST_NOTHING, tasks))
+    elif reference is None and (free := set(tasks) - {item.task for item in thresholds}):
+        findings.append(_against_nothing("no threshold", sorted(free)))
+    against = label(reference.info()) if reference is not None else "thresholds" if thresholds else "nothing"
     data = {"tasks": rows, "deviating": deviating, "limit": limit}
     return Outcome("tasks", "Tasks", label(test.info()), against, findings, data)
+
+
+def _against_nothing(kind: str, tasks: Sequence[str]) -> Finding:
+    detail = (
+        "scored only; thresholds or a reference give a verdict: --thresholds FILE, --reference KIND:MODEL"
+    )
+    return Finding(Level.TASK, kind, ", ".join(tasks), detail, Severity.NOTE)
 
 
 def sign_test(lost: int, won: int) -> float:

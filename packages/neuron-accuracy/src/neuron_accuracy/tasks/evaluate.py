@@ -55,15 +55,22 @@ def needs_lm_eval() -> None:
         raise AccuracyError(f"tasks need lm-eval: pip install 'neuron-accuracy[tasks]' ({error})") from error
 
 
-def local_completions(url: str, model: str, tokenizer: str = "", concurrent: int = 8) -> Any:
+def local_completions(
+    url: str, model: str, tokenizer: str = "", authorization: str = "", concurrent: int = 8
+) -> Any:
     """lm-eval's own client of a running server, in the place of a subject; ``url`` ends in ``/v1``.
 
-    ``tokenizer`` is a folder, for a server without a tokenizer's endpoints.
+    ``tokenizer`` is a folder, for a server without a tokenizer's endpoints. ``authorization`` is the header of
+    that name; without it lm-eval reads a key from ``OPENAI_API_KEY``.
     """
     needs_lm_eval()
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    how = {"tokenizer_backend": "huggingface", "tokenizer": tokenizer} if tokenizer else {}
+    how: dict[str, Any] = {"tokenizer_backend": "huggingface", "tokenizer": tokenizer} if tokenizer else {}
+    if authorization:
+        kind, _, key = authorization.partition(" ")
+        how["header"] = {"Authorization": authorization}
+        how["auth_token"] = key if kind == "Bearer" else None  # of the tokenizer's endpoints
     return LocalCompletionsAPI(
         model=model, base_url=f"{url.rstrip('/')}/completions", num_concurrent=concurrent, **how
     )

@@ -42,10 +42,11 @@ def assert_module_close(
 
     ``module`` is run in ``dtype``. ``reference`` is run twice on the same inputs, rounded to ``dtype`` first: as it is
     in ``dtype``, and in ``reference_dtype`` for the truth. An ``nn.Module`` is copied and cast for that; any other
-    callable is given inputs of the one dtype and of the other. Both must return as many tensors of equal shapes, in
-    whatever tuples, mappings or dataclasses; ``compare`` may first take from an output what is to be compared. Returns
+    callable is given inputs of the one dtype and of the other. Both must return tensors of equal shapes under the same
+    names, in whatever order: keys of mappings, fields of dataclasses, places of tuples. Where one of them returns a
+    tensor or a tuple only, places correspond. ``compare`` may first take from an output what is to be compared. Returns
     the figures if all pass. Raises ``AssertionError`` with a table if one does not, ``AccuracyError`` if outputs do not
-    correspond.
+    correspond, or one is empty.
     """
     if seeds < 1:
         raise AccuracyError(f"seeds={seeds}: at least one input is needed; 10 is the published number")
@@ -68,19 +69,47 @@ def assert_module_close(
 def _verdicts(
     runs: Sequence[Mapping[str, list[Tensor]]], seeds: Sequence[int], gates: Gates
 ) -> Iterator[Verdict]:
-    truth, rounded, test = (list(run.values()) for run in runs)
-    if not test or len(test) != len(truth):
+    truth, rounded, test = runs
+    for name, other in _paired(list(test), list(truth)).items():
+        held = truth[other], rounded.get(other, ()), test[name]
+        if any(len(tensors) != len(seeds) for tensors in held):
+            raise AccuracyError(
+                f"{name}: some inputs give it and others do not; compare= can take what corresponds"
+            )
+        for first, second in zip(held[0], held[2], strict=True):
+            _check_shapes(name, second, first)
+        yield three_way(name, seeds, *held, gates)
+
+
+def _paired(test: Sequence[str], reference: Sequence[str]) -> dict[str, str]:
+    """The reference's tensor of each of the module's: that of its name, or of its place where there are only places."""
+    if not test or len(test) != len(reference):
         raise AccuracyError(
-            f"the module returns {len(test)} tensors and the reference {len(truth)}; compare= can take what corresponds"
+            f"the module returns {len(test)} tensors and the reference {len(reference)}; "
+            "compare= can take what corresponds"
         )
-    for name, baseline, own, found in zip(runs[2], truth, rounded, test, strict=True):
-        for first, second in zip(baseline, found, strict=True):
-            if first.shape != second.shape:
-                raise AccuracyError(
-                    f"{name} of the module is {list(second.shape)} and of the reference {list(first.shape)}; "
-                    "compare= can bring them to one shape"
-                )
-        yield three_way(name, seeds, baseline, own, found, gates)
+    if set(test) == set(reference):
+        return {name: name for name in test}
+    if any(all(map(_is_place, side)) for side in (test, reference)):
+        return dict(zip(test, reference, strict=True))
+    raise AccuracyError(
+        f"the module returns {', '.join(test)} and the reference {', '.join(reference)}; "
+        "compare= can take what corresponds, under the same names"
+    )
+
+
+def _is_place(name: str) -> bool:
+    return all(part.isdigit() for part in name.split(".")[1:])
+
+
+def _check_shapes(name: str, test: Tensor, reference: Tensor) -> None:
+    if test.shape != reference.shape:
+        raise AccuracyError(
+            f"{name} of the module is {list(test.shape)} and of the reference {list(reference.shape)}; "
+            "compare= can bring them to one shape"
+        )
+    if not test.numel():
+        raise AccuracyError(f"{name} is empty, {list(test.shape)}: inputs with at least one row are compared")
 
 
 def _cast(reference: Runner, dtype: torch.dtype) -> Runner:
