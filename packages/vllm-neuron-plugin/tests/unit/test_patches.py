@@ -58,7 +58,7 @@ def test_nothing_outside_the_register_writes_into_vllm_or_torch():
     # An assignment to an attribute of an imported name, anywhere but in the register.
     found = []
     for path in Path(vllm_neuron.__file__).parent.rglob("*.py"):
-        if path.name == "patches.py":
+        if path.parent.name == "patches":
             continue
         tree = ast.parse(path.read_text())
         imported = {
