@@ -19,13 +19,16 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from neuron_accuracy.capture.records import RunRecord, StepRecord, StepRow
 from neuron_accuracy.capture.spec import CaptureSpec
+from neuron_accuracy.capture.writer import CaptureWriter
 from neuron_accuracy.errors import AccuracyError, CaptureError, SubjectError
 from neuron_accuracy.layout import Sharding, Slice, TensorLayout
 from neuron_accuracy.replace.bisect import bisect, disagreement
 from neuron_accuracy.replace.eager import ReplaceableTransformers
 from neuron_accuracy.replace.parts import part_of
 from neuron_accuracy.replace.source import ReferenceRows
+from neuron_accuracy.subjects.info import SubjectInfo
 from neuron_accuracy.subjects.transformers import TransformersSubject
 
 PROMPTS = [[3, 14, 15, 92, 65, 35], [8, 97, 93]]
@@ -212,6 +215,26 @@ def test_rows_are_those_of_a_request_with_the_same_tokens(model, reference):
     assert [row is not None for row in rows] == [True] * 4 + [False] * 2
     with pytest.raises(CaptureError, match=r"has no model\.norms:output\.0; capture that module too"):
         source.rows("model.norms:output.0", other, range(1))
+
+
+def test_requests_of_one_name_in_two_replicas_have_rows_of_their_own(tmp_path):
+    """Replicas number their requests each from 0, and one may be given a name again."""
+    info, texts = (
+        SubjectInfo("transformers", "m", "r", "float32", 10, "t"),
+        {0: [(1, 2), (5, 6)], 1: [(3, 4)]},
+    )
+    for dp, held in texts.items():
+        writer = CaptureWriter(tmp_path, CaptureSpec(("m",)), RunRecord(info, 1), dp=dp)
+        for number, tokens in enumerate(held):
+            row = StepRow("request-0", 0, 0, (0, 1), tokens)
+            step = StepRecord(number, "prefill_s2", "prefill", 2, 1, (row,))
+            writer.write_step(step, {("m", "output.0"): torch.tensor([tokens]).float().T})
+        writer.close()
+    source = ReferenceRows(tmp_path)
+    assert source.sequences() == [(1, 2), (5, 6), (3, 4)]
+    for tokens in source.sequences():
+        rows = source.rows("m:output.0", tokens, range(2))
+        assert [row is not None and row.tolist() for row in rows] == [[token] for token in tokens]
 
 
 def test_parts_of_ranks_make_the_whole():

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -14,24 +13,12 @@ from torch import Tensor
 
 from neuron_accuracy.capture.reader import Capture
 from neuron_accuracy.capture.records import StepRecord
+from neuron_accuracy.compare.traces import Trace, traces
 from neuron_accuracy.compare.whole import assemble, slice_bounds
 from neuron_accuracy.errors import CaptureError
 from neuron_accuracy.layout import Rows, TensorLayout
 
 __all__ = ["ReferenceRows", "whole_rows"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """A request of the capture: the token at each position, and the step and row that computed it."""
-
-    request: str
-    tokens: Mapping[int, int]
-    places: Mapping[int, tuple[StepRecord, int, int]]
-
-    def agrees(self, tokens: Sequence[int], end: int) -> bool:
-        """Whether its first ``end`` tokens are those."""
-        return all(self.tokens.get(position) == tokens[position] for position in range(end))
 
 
 class ReferenceRows:
@@ -42,7 +29,7 @@ class ReferenceRows:
 
     def __init__(self, folder: Path) -> None:
         self.capture = Capture(folder)
-        self._requests = self._read_requests()
+        self._requests = traces(self.capture)
         self._sources = self._read_sources()
         self._whole = lru_cache(maxsize=64)(self._read_whole)
 
@@ -63,7 +50,7 @@ class ReferenceRows:
         several; None if there is none. So each of several equal sequences gets a request of its own.
         """
         size = len(tokens)
-        free = [item for item in self._requests if item.request not in taken and item.agrees(tokens, size)]
+        free = [item for item in self._requests if item.request not in taken and _agrees(item, tokens, size)]
         return min(free, key=lambda item: len(item.tokens)).request if free else None
 
     def rows(
@@ -79,35 +66,32 @@ class ReferenceRows:
         asked = [known for known in self._requests if request is None or known.request == request]
         return [self._row(asked, name, tokens, position) for position in positions]
 
-    def _row(self, asked: Sequence[_Known], name: str, tokens: Sequence[int], position: int) -> Tensor | None:
+    def _row(self, asked: Sequence[Trace], name: str, tokens: Sequence[int], position: int) -> Tensor | None:
         for known in asked:
-            if position in known.places and known.agrees(tokens, position + 1):
-                step, token_row, request_row = known.places[position]
-                module, tensor, part = self._sources[name]
-                layout = self.capture.run.layout(module, tensor, step.phase)
-                whole = self._whole(module, tensor, part, step)
-                if whole is None:
-                    continue
-                if layout.rows is Rows.REQUESTS and not self._is_last(known, step, position):
-                    continue
-                return whole[request_row if layout.rows is Rows.REQUESTS else token_row]
+            place = known.places.get(position)
+            if place is None or not _agrees(known, tokens, position + 1):
+                continue
+            step = self.capture.steps(place.dp)[place.step]
+            module, tensor, part = self._sources[name]
+            of_requests = self.capture.run.layout(module, tensor, step.phase).rows is Rows.REQUESTS
+            # Of a request's tokens in a step only the last has a row that it is drawn from.
+            if of_requests and place.seq < 0:
+                continue
+            whole = self._whole(module, tensor, part, step, place.dp)
+            if whole is not None:
+                return whole[place.seq if of_requests else place.row]
         return None
 
-    def _is_last(self, known: _Known, step: StepRecord, position: int) -> bool:
-        """Whether a step has no later token of the request: only that one's row is drawn from."""
-        following = known.places.get(position + 1)
-        return following is None or following[0] is not step
-
-    def _read_whole(self, module: str, tensor: str, part: str, step: StepRecord) -> Tensor | None:
-        if module not in self.capture.modules_of(step):
+    def _read_whole(self, module: str, tensor: str, part: str, step: StepRecord, dp: int) -> Tensor | None:
+        if module not in self.capture.modules_of(step, dp):
             return None
-        ranks = self.capture.ranks(module, step)
+        ranks = self.capture.ranks(module, step, dp)
         if ranks != tuple(range(self.capture.run.ranks)):
             raise CaptureError(
                 f"{module} of step {step.number}: ranks {ranks} of {self.capture.run.ranks} wrote it"
             )
         layout = self.capture.run.layout(module, tensor, step.phase)
-        parts = [self.capture.load(module, tensor, step, rank) for rank in ranks]
+        parts = [self.capture.load(module, tensor, step, rank, dp=dp) for rank in ranks]
         whole = assemble(parts, layout)
         whole = whole.flatten(1) if whole.dim() > 1 else whole.unsqueeze(1)
         if part:
@@ -115,24 +99,15 @@ class ReferenceRows:
             whole = whole[:, begin:end]
         return whole
 
-    def _read_requests(self) -> list[_Known]:
-        found: dict[str, tuple[dict[int, int], dict[int, tuple[StepRecord, int, int]]]] = {}
-        for step in self.capture.steps():
-            for row in step.rows:
-                tokens, places = found.setdefault(row.request, ({}, {}))
-                tokens.update(enumerate(row.cached_ids))
-                for offset, (position, token) in enumerate(zip(row.positions, row.token_ids, strict=True)):
-                    tokens[position] = token
-                    places[position] = (step, row.begin + offset, row.row)
-        return [_Known(request, *item) for request, item in found.items()]
-
     def _read_sources(self) -> dict[str, tuple[str, str, str]]:
         """By compared name: module, tensor and slice (empty for all) of the capture."""
         run = self.capture.run
         sources: dict[str, tuple[str, str, str]] = {}
-        for step in self.capture.steps():
-            for module in self.capture.modules_of(step):
-                for tensor in self.capture.tensors(module, step, self.capture.ranks(module, step)[0]):
+        ran = [(dp, step) for dp in self.capture.replicas for step in self.capture.steps(dp)]
+        for dp, step in ran:
+            for module in self.capture.modules_of(step, dp):
+                rank = self.capture.ranks(module, step, dp)[0]
+                for tensor in self.capture.tensors(module, step, rank, dp):
                     name = f"{module}:{tensor}"
                     sources.setdefault(run.names.get(name, name), (module, tensor, ""))
                     for part in run.layout(module, tensor, step.phase).slices:
@@ -140,6 +115,11 @@ class ReferenceRows:
                         if named is not None:
                             sources.setdefault(named, (module, tensor, part.name))
         return sources
+
+
+def _agrees(known: Trace, tokens: Sequence[int], end: int) -> bool:
+    """Whether a request's first ``end`` tokens are those."""
+    return all(known.tokens.get(position) == tokens[position] for position in range(end))
 
 
 def whole_rows(

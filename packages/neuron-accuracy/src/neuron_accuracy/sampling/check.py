@@ -72,20 +72,26 @@ def check_sampling(
         subject, flattest(greedy), draws, top_p=top_p, false_alarm=FALSE_ALARM, seed=seed
     )
     findings += found
+    if not findings:
+        _check_power(limits, counted, draws)
+    data = {"num_tokens": num_tokens, "prompts": len(prompts), "limits": limits, "frequencies": counted}
+    return Outcome("sampling", "Sampling", label(subject.info()), "its own scores", findings, data)
+
+
+def _check_power(limits: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]], draws: int) -> None:
+    """Raise ``AccuracyError`` if some sampler would have passed whatever it did."""
     undecided = [row["name"] for row in limits if row["missed"] > FALSE_ALARM and not row["outside"]]
     certain = [row["name"] for row in counted if row["undecided"]]
-    if undecided and not findings:
+    if undecided:
         raise AccuracyError(
             f"{', '.join(undecided)}: after {_MOST_ROUNDS} rounds a sampler that ignores it would still not have been "
             "seen; give prompts that leave more than one likely token"
         )
-    if certain and not findings:
+    if certain:
         raise AccuracyError(
             f"frequencies under {', '.join(certain)}: one outcome is all that {draws} first tokens can be expected to "
             "have, so that no sampler would be seen; prompts after which several tokens are likely work, or more draws"
         )
-    data = {"num_tokens": num_tokens, "prompts": len(prompts), "limits": limits, "frequencies": counted}
-    return Outcome("sampling", "Sampling", label(subject.info()), "its own scores", findings, data)
 
 
 @dataclass

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
+
+from vllm_neuron.patches.wrapping import wrapping
 
 __all__ = ["keep_grammar_backends_apart"]
 
@@ -15,31 +17,22 @@ def keep_grammar_backends_apart() -> None:
 
     from vllm_neuron.grammar_backends import backend_name, backends_of
 
-    begin, create = StructuredOutputManager.grammar_init, StructuredOutputManager._create_grammar
-    clear = StructuredOutputManager.clear_backend
-    if hasattr(begin, "__wrapped__"):
-        return
-
-    @functools.wraps(begin)
-    def grammar_init(self: Any, request: Any) -> None:
+    @wrapping(StructuredOutputManager, "grammar_init")
+    def begun(original: Callable[..., Any], self: Any, request: Any) -> None:
         if request.structured_output_request is None:
             return
         held, name = backends_of(self), backend_name(request)
         with held.lock:
             self.backend = held.by_name.get(name)
-            begin(self, request)
+            original(self, request)
             held.by_name[name] = self.backend
 
-    @functools.wraps(create)
-    def _create_grammar(self: Any, request: Any) -> Any:
-        return create(backends_of(self).bound(self, request), request)
+    @wrapping(StructuredOutputManager, "_create_grammar")
+    def compiled(original: Callable[..., Any], self: Any, request: Any) -> Any:
+        return original(backends_of(self).bound(self, request), request)
 
-    @functools.wraps(clear)
-    def clear_backend(self: Any) -> None:
+    @wrapping(StructuredOutputManager, "clear_backend")
+    def cleared(original: Callable[..., Any], self: Any) -> None:
         last = self.backend
-        clear(self)
+        original(self)
         backends_of(self).destroy_others(last)
-
-    StructuredOutputManager.grammar_init = grammar_init
-    StructuredOutputManager._create_grammar = _create_grammar
-    StructuredOutputManager.clear_backend = clear_backend

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from vllm_neuron.patches.wrapping import wrapping
 
 __all__ = [
     "check_extra_args",
@@ -25,28 +24,21 @@ def check_prompts() -> None:
 
     from vllm_neuron.prompt_admission import admit_embeds, check_tokens
 
-    render, validate = BaseRenderer._process_embeds, InputProcessor._validate_model_input
-    if hasattr(render, "__wrapped__"):
-        return
-
     # Where a stream can still be answered with a status,
-    @functools.wraps(render)
-    def _process_embeds(self: Any, prompt: Any) -> Any:
-        rendered = render(self, prompt)
+    @wrapping(BaseRenderer, "_process_embeds")
+    def rendered(original: Callable[..., Any], self: Any, prompt: Any) -> Any:
+        rendered = original(self, prompt)
         rendered["prompt_embeds"] = admit_embeds(rendered, self.model_config)
         return rendered
 
     # and where prompts that were rendered elsewhere come in.
-    @functools.wraps(validate)
-    def _validate_model_input(self: Any, prompt_input: Any, prompt_type: Any) -> None:
-        validate(self, prompt_input, prompt_type)
+    @wrapping(InputProcessor, "_validate_model_input")
+    def validated(original: Callable[..., Any], self: Any, prompt_input: Any, prompt_type: Any) -> None:
+        original(self, prompt_input, prompt_type)
         if prompt_input["type"] == "embeds":
             prompt_input["prompt_embeds"] = admit_embeds(prompt_input, self.model_config)
         else:
             check_tokens(prompt_input["prompt_token_ids"], self.model_config)
-
-    BaseRenderer._process_embeds = _process_embeds
-    InputProcessor._validate_model_input = _validate_model_input
 
 
 def check_extra_args() -> None:
@@ -56,18 +48,11 @@ def check_extra_args() -> None:
     from vllm_neuron.admission import refuse_unread
     from vllm_neuron.runner.processors import has_custom_processors
 
-    original = InputProcessor._build_logits_processors_params_validator
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def _build_logits_processors_params_validator(self: Any) -> Callable[[Any], None]:
-        validate: Callable[[Any], None] = original(self)
-        if has_custom_processors(self.model_config):
-            return validate
-        return refuse_unread  # the other has no processor to ask
-
-    InputProcessor._build_logits_processors_params_validator = _build_logits_processors_params_validator
+    @wrapping(InputProcessor, "_build_logits_processors_params_validator")
+    def validator(original: Callable[..., Any], self: Any) -> Any:
+        validate = original(self)
+        # The other has no processor to ask.
+        return validate if has_custom_processors(self.model_config) else refuse_unread
 
 
 def check_payload_layout() -> None:
@@ -76,17 +61,10 @@ def check_payload_layout() -> None:
 
     from vllm_neuron.prompt_admission import check_layout
 
-    original = embed_utils.safe_to_dense
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def safe_to_dense(tensor: Any, *, parameter: str) -> torch.Tensor:
+    @wrapping(embed_utils, "safe_to_dense")
+    def dense(original: Callable[..., Any], tensor: Any, *, parameter: str) -> Any:
         check_layout(tensor, parameter)
-        dense: torch.Tensor = original(tensor, parameter=parameter)
-        return dense
-
-    embed_utils.safe_to_dense = safe_to_dense
+        return original(tensor, parameter=parameter)
 
 
 def check_request_forms() -> None:
@@ -97,22 +75,19 @@ def check_request_forms() -> None:
     from vllm_neuron.admission import check_utf8, settle
     from vllm_neuron.request_forms import MISREAD, as_validation_error, check_priority
 
-    validate, process = TypeAdapter.validate_python, InputProcessor.process_inputs
-    if hasattr(validate, "__wrapped__"):
-        return
-
-    @functools.wraps(validate)
-    def validate_python(self: Any, value: Any, /, **settings: Any) -> Any:
+    @wrapping(TypeAdapter, "validate_python")
+    def read(original: Callable[..., Any], self: Any, value: Any, /, **settings: Any) -> Any:
         try:
-            return validate(self, value, **settings)
+            return original(self, value, **settings)
         except MISREAD as error:
             refusal = as_validation_error(error, value)
             if refusal is None:
                 raise
             raise refusal from error
 
-    @functools.wraps(process)
-    def process_inputs(
+    @wrapping(InputProcessor, "process_inputs")
+    def processed(
+        original: Callable[..., Any],
         self: Any,
         request_id: str,
         *args: Any,
@@ -125,13 +100,10 @@ def check_request_forms() -> None:
         # Offline, a priority without that policy is documented to do nothing; only servers' AsyncLLM chooses a rank.
         policy = self.vllm_config.scheduler_config.policy if "data_parallel_rank" in kwargs else "priority"
         check_priority(priority, policy)
-        request = process(self, request_id, *args, priority=priority, session_id=session_id, **kwargs)
+        request = original(self, request_id, *args, priority=priority, session_id=session_id, **kwargs)
         if request.sampling_params is not None:
             settle(request.sampling_params, self.vllm_config)
         return request
-
-    setattr(TypeAdapter, "validate_python", validate_python)  # noqa: B010, mypy knows its overloads
-    InputProcessor.process_inputs = process_inputs
 
 
 def check_what_is_dropped() -> None:
@@ -144,32 +116,19 @@ def check_what_is_dropped() -> None:
     from vllm_neuron.beam_admission import check_beam_search, check_watermark
     from vllm_neuron.request_forms import check_bias
 
-    from_optional, resolve = SamplingParams.from_optional, InputProcessor.resolve_watermarking
-    if hasattr(from_optional, "__wrapped__"):
-        return
-
-    @functools.wraps(from_optional)
-    def checked(*args: Any, **settings: Any) -> Any:
+    @wrapping(SamplingParams, "from_optional")
+    def made(original: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         check_bias(settings.get("logit_bias"))
-        return from_optional(*args, **settings)
+        return original(*args, **settings)
 
-    @functools.wraps(resolve)
-    def resolve_watermarking(self: Any, params: Any) -> Any:
+    @wrapping(InputProcessor, "resolve_watermarking")
+    def resolved(original: Callable[..., Any], self: Any, params: Any) -> Any:
         check_watermark(params)
-        return resolve(self, params)
+        return original(self, params)
 
-    InputProcessor.resolve_watermarking = resolve_watermarking
-    setattr(SamplingParams, "from_optional", staticmethod(checked))  # noqa: B010, mypy knows its signature
     for request in (ChatCompletionRequest, CompletionRequest):
-        _check_beams_of(request, check_beam_search)
 
-
-def _check_beams_of(request: Any, check: Callable[[Any], None]) -> None:
-    original = request.to_beam_search_params
-
-    @functools.wraps(original)
-    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check(self)
-        return original(self, *args, **kwargs)
-
-    request.to_beam_search_params = to_beam_search_params
+        @wrapping(request, "to_beam_search_params")
+        def beams(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+            check_beam_search(self)
+            return original(self, *args, **kwargs)

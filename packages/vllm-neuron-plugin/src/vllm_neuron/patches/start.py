@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
+
+from vllm_neuron.patches.wrapping import wrapping
 
 __all__ = ["check_architectures_first", "default_async_scheduling"]
 
@@ -15,16 +17,12 @@ def check_architectures_first() -> None:
 
     from vllm_neuron.models import check_architectures
 
-    original = _ModelRegistry.inspect_model_cls
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def inspect_model_cls(self: Any, architectures: str | list[str], model_config: Any) -> Any:
+    @wrapping(_ModelRegistry, "inspect_model_cls")
+    def inspected(
+        original: Callable[..., Any], self: Any, architectures: str | list[str], model_config: Any
+    ) -> Any:
         check_architectures([architectures] if isinstance(architectures, str) else architectures)
         return original(self, architectures, model_config)
-
-    _ModelRegistry.inspect_model_cls = inspect_model_cls
 
 
 def default_async_scheduling() -> None:
@@ -32,14 +30,8 @@ def default_async_scheduling() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    original = EngineArgs.create_engine_config
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrapping(EngineArgs, "create_engine_config")
+    def created(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.async_scheduling is None:
             self.async_scheduling = current_platform.default_async_scheduling()
         return original(self, *args, **kwargs)
-
-    EngineArgs.create_engine_config = create_engine_config
